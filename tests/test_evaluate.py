@@ -1,4 +1,5 @@
 """The evaluator against perplexity, KL and answers computed one token at a time in plain Python."""
+import csv
 import json
 import math
 import sys
@@ -357,6 +358,26 @@ def test_compare_returns_the_rows_of_the_command(one_layer, tmp_path):
     lines = repr(table).splitlines()
     assert lines[-5].split()[:3] == ["method", "scheme", "keep"] and lines[-1].startswith("pfn preserve=2 ")
     assert comparisons.perplexity(table).axes[0].get_xlabel() == "tokens kept in full precision"
+
+
+def test_a_table_has_paired_differences_for_a_paper(one_layer, tmp_path):
+    """In nats, of fp16 and of the row that `vs` names: in the JSON, as LaTeX, and as CSV."""
+    path = tmp_path / "rows.json"
+    table = compare("pfn", one_layer, scheme="token-dynamic", preserve=[1, 2], vs="rtn", json=path,
+                    **SMALL | {"windows": 2})
+    fp16, rtn, one, two = table
+    assert (fp16["nats"], fp16["nats_se"]) == (0, 0)
+    assert [one["nats"], one["nats_se"]] == list(paired(one["window_nll"], fp16["window_nll"])[:2])
+    of_fp16, of_one, of_two = json.loads(path.read_text())["vs"]
+    assert [of_one[name] for name in ("nats", "se", "t", "p", "better")] == list(
+        paired(one["window_nll"], rtn["window_nll"]))
+    assert of_two["label"] == "pfn preserve=2" and of_two["vs"] == "rtn" and of_two["losses"] == 2
+    assert table.vs() == [of_fp16, of_one, of_two]
+    assert table.to_latex().splitlines()[3] == rf"fp16 & 16.00 & {fp16['ppl']:.3f} & $0.000 \pm 0.000$ \\"
+    table.to_csv(tmp_path / "rows.csv")
+    with open(tmp_path / "rows.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["nats"]) for row in rows] == [row["nats"] for row in table]
 
 
 class Typed(METHODS["fp16"]):

@@ -57,8 +57,8 @@ class Calibrated:
             vars(codec).update(own)
             taken |= {names[name]: table for name, table in own.items()}
         if taken and ("stored_as" not in tables or tables.get("shapes") != shapes_of(taken)):
-            raise UserError(f"{self!r}: some of the tables are missing, or have other shapes; give all that `calibrated` "
-                            "returns, names without a layer, too")
+            raise UserError(f"{self!r}: some of the tables are missing, or have other shapes; give all that "
+                            "`calibrated` returns, names without a layer, too")
         stored_as = int(tables.get("stored_as", self.stored_as()))
         self.calibrated_on = tables["model"].cpu() if "model" in tables else model.identity(), stored_as
         self.check_model(model)

@@ -2,6 +2,7 @@
 
 A row is a dict; each function says what it reads of it. Rows of failed methods are left out.
 """
+import math
 from statistics import fmean as mean
 
 from tinykv import cli, plots
@@ -21,19 +22,35 @@ def title_of(row):
 
 # --vs
 
-def compared_with_one(rows, name):
-    """Each row's loss beside that of another, draw by draw and window by window. name: see `compared_with`."""
-    lines, rows = [], {title_of(row): row for row in rows}
+def differences(rows, name):
+    """Each row's loss beside that of another, draw by draw and window by window, as the JSON has it: nats a token, and
+    of KL t and p; better: on how many of the losses. name: see `compared_with`."""
+    found, rows = [], {title_of(row): row for row in rows}
     for title, row in rows.items():
         other = compared_with(title, name, rows)
         if other in (None, title):
             continue
         losses = row["window_nll"]  # (draws, windows)
-        difference, error, t, p, better = paired(losses, rows[other]["window_nll"])
+        nats, error, t, p, better = paired(losses, rows[other]["window_nll"])
         _, _, t_of_kl, p_of_kl, _ = paired(row["window_kl"], rows[other]["window_kl"])
-        lines.append([title, other, f"{difference:+.4f}", cli.figure(error, ".4f"), cli.figure(t, "+.1f"),
-                      cli.figure(p, ".1g"), cli.figure(t_of_kl, "+.1f"), cli.figure(p_of_kl, ".1g"),
-                      f"{better} of {len(losses) * len(losses[0])}"])
+        found.append({"label": title, "vs": other, "nats": nats, "se": error, "t": finite(t), "p": p,
+                      "t_of_kl": finite(t_of_kl), "p_of_kl": p_of_kl, "better": better,
+                      "losses": len(losses) * len(losses[0])})
+    return found
+
+
+def finite(t):
+    """None for an infinite t, which JSON does not know: an error of 0."""
+    return t if t is None or math.isfinite(t) else None
+
+
+def compared_with_one(rows, name):
+    """`differences` as a table."""
+    lines = []
+    for of_row in differences(rows, name):
+        cells = zip((".4f", "+.1f", ".1g", "+.1f", ".1g"), map(of_row.get, ("se", "t", "p", "t_of_kl", "p_of_kl")))
+        lines.append([of_row["label"], of_row["vs"], f"{of_row['nats']:+.4f}",
+                      *(cli.figure(value, form) for form, value in cells), f"{of_row['better']} of {of_row['losses']}"])
     return cli.Columns(["method", "vs", "nats a token", "+-", "t", "p", "t of KL", "p", "better on"], lines, left=2)
 
 

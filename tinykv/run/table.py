@@ -3,8 +3,10 @@
 A row is a dict, as the JSON has it. The first one is fp16's, with which the others are compared.
 """
 import contextlib
+import csv
 import itertools
 import platform
+import re
 import traceback
 from collections import defaultdict
 from html import escape
@@ -14,7 +16,7 @@ import torch
 
 from tinykv import UserError, cli, files, hf, plots
 from tinykv.data.windows import VOCABULARIES
-from tinykv.differences import delta_error
+from tinykv.differences import delta_error, paired
 from tinykv.evaluate import sum_of
 from tinykv.run import comparisons
 from tinykv.weights import weight_bytes
@@ -122,10 +124,13 @@ def figures_of(results, exact):
     result, fp16 = sum_of(results), sum_of(exact)
     targets = result.targets / len(result.nll)  # of a window
     nll, nll_exact = ([draw.nll for draw in draws] for draws in (results, exact))
+    nats, nats_se, *_ = paired(nll, nll_exact)  # above fp16
     return {
         "ppl": result.ppl,
         "delta_ppl": result.ppl - fp16.ppl,
         "delta_se": delta_error(nll, nll_exact),
+        "nats": nats,
+        "nats_se": nats_se,
         "kld": max(0.0, sum(result.kl) / result.targets),
         "top1": result.agree / result.targets,
         "answers": result.right / result.answers if result.answers else None,
@@ -204,11 +209,32 @@ class Table(list):
     def content(self):
         """The rows so far, as the JSON that --json asks for."""
         args, versions = self.args, {"python": platform.python_version(), "torch": torch.__version__}
-        return {"rows": self, "model": args.model, "data": args.data, "context": args.context,
+        return {"rows": self, "vs": self.vs(), "model": args.model, "data": args.data, "context": args.context,
                 "windows": args.windows, "draws": args.draws, "seed": args.seed, "versions": versions}
 
     def measured(self):
         return [row for row in self if not row["fault"]]
+
+    def vs(self):
+        """What --vs compares, a dict of each row; none without --vs."""
+        return comparisons.differences(self.measured(), self.args.vs) if self.args.vs is not None else []
+
+    def to_csv(self, path):
+        """The figures of each row, for a spreadsheet."""
+        names = [name for name, value in self[0].items() if not isinstance(value, list | dict)]
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(self)
+
+    def to_latex(self):
+        """The rows as a table of a paper: true bits, perplexity, nats a token above fp16 with their paired error."""
+        lines = [r"\begin{tabular}{lrrr}", r"method & true bits & perplexity & nats above fp16 \\", r"\hline"]
+        for row in self.measured():
+            title = re.sub(r"([%_&#$])", r"\\\1", comparisons.title_of(row))
+            error = "" if row["nats_se"] is None else rf" \pm {row['nats_se']:.3f}"
+            lines.append(rf"{title} & {row['bits_true']:.2f} & {row['ppl']:.3f} & ${row['nats']:.3f}{error}$ \\")
+        return "\n".join([*lines, r"\end{tabular}"])
 
     def rest(self):
         """What stands below the rows, and what --vs compares."""
