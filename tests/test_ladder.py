@@ -39,14 +39,16 @@ pytestmark = pytest.mark.usefixtures("interpreted_quickly")
 
 
 @pytest.fixture
-def printed(monkeypatch, capsys):
-    """A function that runs a page with these numbers on its command line -> the words of each line."""
+def printed(monkeypatch, capsys, tmp_path):
+    """A function that runs a page, in another folder, with these numbers on its command line -> the words of each
+    line."""
     def printed(page, *numbers):
-        monkeypatch.chdir(ROOT)
+        monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", [page, *map(str, numbers)])
         monkeypatch.setattr(sys, "path", sys.path[:])
         with torch.no_grad():  # a page turns gradients off; afterwards they are as they were
-            runpy.run_path(f"docs/ladder/{page}")
+            runpy.run_path(str(ROOT / "docs" / "ladder" / page))
+        assert Path(sys.path[0]) == ROOT
         return [line.split() for line in capsys.readouterr().out.splitlines()]
     return printed
 
@@ -85,6 +87,13 @@ def test_pool(printed):
     """OTT without a pool, which is KIVI, with a pool of one, and with its own."""
     rows = measured("fp16,ott", windows=1, outlier_num="0,1,3", protocol="stream", group_size=128, recent=32)[1:]
     assert [line[1:] for line in printed("3_pool.py", 1)] == [[n, *row[1:]] for n, row in zip("013", rows)]
+
+
+def test_every_grid_is_finite():
+    """Also the one that fp16 does not need, where a debugger stops first."""
+    page = defined("1_sinks.py")
+    exact = SimpleNamespace(stored={(0, "k"): torch.randn(2, 3, 40, 32)})
+    assert all(x.isfinite().all() for x in page.calibrate(exact, page.fp16)[0, "k"])
 
 
 def test_sinks_of_other_numbers():

@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-sys.path.insert(0, ".")
+sys.path.insert(0, __file__.rpartition("docs")[0] or ".")
 from tinykv import hf
 from tinykv.data import load_windows
 from tinykv.kmeans import kmeans
@@ -122,7 +122,7 @@ def calibrate(kind, x, place, weigh, share, first):  # x (B, Hkv, T, d), with it
 
 # The table: perplexity of 16 texts, or as many as the command says
 torch.set_grad_enabled(False)
-model, tokenizer = hf.load("tinykv/assets/tales")
+model, tokenizer = hf.load(hf.EMBEDDED)
 texts = int(sys.argv[1]) if sys.argv[1:] else 16
 test = load_windows("tales", tokenizer, 1024, texts, "test").tokens  # (B, T)
 other = load_windows("tales", tokenizer, 1024, 16, "calibration").tokens  # (B, T)

@@ -32,7 +32,7 @@ try:
 except ModuleNotFoundError:
     sys.exit("this page and the next need Triton, which runs on Linux; on Windows use WSL, or a notebook of Colab")
 
-sys.path.insert(0, ".")
+sys.path.insert(0, __file__.rpartition("docs")[0] or ".")
 from tinykv import hf
 from tinykv.data import load_windows
 
@@ -94,7 +94,7 @@ def topk_lines(h):  # h (B, T) -> (B, K)
 
 # The table: the sinks of 4 texts, or as many as the command says, by the kernel and by torch
 torch.set_grad_enabled(False)
-model, tokenizer = hf.load("tinykv/assets/tales", DEVICE)
+model, tokenizer = hf.load(hf.EMBEDDED, DEVICE)
 texts = int(sys.argv[1]) if sys.argv[1:] else 4
 tokens = load_windows("tales", tokenizer, 1000, texts, "test").tokens.to(DEVICE)  # (B, T)
 outputs = []

@@ -22,7 +22,7 @@ try:
 except ModuleNotFoundError:
     sys.exit("this page needs Triton, which runs on Linux; on Windows use WSL, or a notebook of Colab")
 
-sys.path.insert(0, ".")
+sys.path.insert(0, __file__.rpartition("docs")[0] or ".")
 from tinykv import hf
 from tinykv.cache import KVCache
 from tinykv.codecs.affine import Affine
@@ -112,7 +112,7 @@ class KernelCache(KVCache):
 
 # The table: perplexity of a text's last 10 tokens, and the bytes that the last of them moves
 torch.set_grad_enabled(False)
-model, tokenizer = hf.load("tinykv/assets/tales", DEVICE)
+model, tokenizer = hf.load(hf.EMBEDDED, DEVICE)
 text = load_windows("tales", tokenizer, 1024, 1, "test").tokens.to(DEVICE)  # (1, S)
 last = int(sys.argv[1]) if sys.argv[1:] else 10
 kivi = KIVI(model.config, group_size=GROUP, recent=32)

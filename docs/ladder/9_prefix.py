@@ -18,7 +18,7 @@ import sys
 
 import torch
 
-sys.path.insert(0, ".")
+sys.path.insert(0, __file__.rpartition("docs")[0] or ".")
 from tinykv import hf
 from tinykv.data import load_windows
 
@@ -109,7 +109,7 @@ def train(quantized, exact, texts, targets, updates):  # texts (N, T); targets (
 
 # The table: the loss, and perplexity, of 16 texts, or as many as the command says. Its second number: of updates
 torch.set_grad_enabled(False)
-full, tokenizer = hf.load("tinykv/assets/tales")
+full, tokenizer = hf.load(hf.EMBEDDED)
 full.requires_grad_(False)  # only the prefix is trained
 count = int(sys.argv[1]) if sys.argv[1:] else 16
 updates = int(sys.argv[2]) if sys.argv[2:] else 40
