@@ -198,6 +198,7 @@ CONFIGS = [
     ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 9}, ["use_sliding_window", "qwen3"]),
     ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', "silu"]), ({"is_causal": False}, ["is_causal", "false", "True"]),
     ({"vocab_size": ...}, ["vocab_size"]), ({"num_hidden_layers": True}, ["num_hidden_layers", "true"]),
+    ({"num_hidden_layers": 100_000}, ["num_hidden_layers", "1000"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ({"partial_rotary_factor": 0}, ["partial_rotary_factor", "0"]), ({"rope_scaling": "linear"}, ["factor"]),
@@ -245,7 +246,7 @@ def tokenizer_file(name, make):
 
 SECOND = "model-00002-of-00003.safetensors"
 CODES = [torch.int8, torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2]
-NO_TEXTS = [5, ["<s>"], True, {"content": 5}]
+NO_TEXTS = [5, ["<s>"], True, {"content": 5}, "\ud800"]
 PARTS = {"tokenizer.model": [b"", b"\0" * 64, PIECES.read_bytes()[:-77]],
          "tokenizer.json": [b"{}", b"\xff", JSON.read_bytes()[:-50]]}
 ENDLESS = [pipe, os.mkdir, lambda path: (path.touch(), os.truncate(path, 10 ** 12))]

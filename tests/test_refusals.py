@@ -273,6 +273,13 @@ def windows_edited():
     measure(MODEL, METHODS["kivi"](CONFIG), windows, fp16=exact)
 
 
+def saved(edit):
+    """The embedded model, after an edit."""
+    model = hf.load_model(EMBEDDED)
+    edit(model)
+    hf.save(model, EMBEDDED / "tokenizer.model", os.devnull)
+
+
 def capped():
     """Measured, where a hook caps the logits, as Gemma does."""
     model = other(1)
@@ -297,7 +304,15 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
 
 
 @pytest.mark.parametrize("named, call", [
-    ("protocol is one of", lambda: fp16(protocol="Paper")),
+    *(("protocol is one of", lambda how=how: fp16(protocol=how)) for how in ("Paper", None)),
+    *(("calibrate takes methods that are made", lambda what=what: calibrate(MODEL, what, TOKENS))
+      for what in ("rtn", METHODS["rtn"], {METHODS["rtn"](CONFIG)}, (METHODS["rtn"],))),
+    ("dtype is one of torch's", lambda: hf.load(EMBEDDED, dtype="float16")),
+    ("is a path; got None", lambda: hf.load(None)),
+    ("generate takes a cache", lambda: MODEL.generate(TOKENS, 2, "kivi")),
+    *(("not what its config says", lambda edit=edit: saved(edit)) for edit in (
+        lambda model: setattr(model.rope, "freq", model.rope.freq / 2),
+        lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.clone())))),
     *(("a method that is made", lambda method=method: KVCache(MODEL, method)) for method in ("kivi", METHODS["kivi"])),
     ("this model has no BOS", lambda: IntactKV(replace(CONFIG, bos_token_id=None))),
     ("made for another config", lambda: KVCache(MODEL, METHODS["rtn"](model_of(2).config))),
@@ -377,7 +392,7 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
                                  ("--block", "block", False), ("--windows", "windows", 0),
                                  ("--windows", "windows", False), ("--bos", "bos", False))),
     *(("temperature is from 0 on, and top_p", lambda how=how: MODEL.generate(TOKENS, 2, **how))
-      for how in ({"temperature": -1.0}, {"temperature": math.nan}, {"temperature": 1.0, "top_p": 0.0},
+      for how in ({"temperature": None}, {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": 1.0, "top_p": 0.0},
                   {"temperature": 1.0, "top_p": 90}, {"temperature": 1.0, "top_p": math.nan}))])
 def test_python_refuses_in_one_line(named, call):
     with pytest.raises(UserError, match=named) as caught:

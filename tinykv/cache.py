@@ -301,7 +301,7 @@ class KVCache:
     layer_class = LayerCache
 
     def __init__(self, model, method, protocol="stream", prompt=None):
-        one_of(PROTOCOLS, protocol=protocol)
+        one_of(PROTOCOLS, protocol=str(protocol))  # None is none of them
         at_least(1, prompt=prompt)
         if isinstance(method, str | type):
             raise UserError(f"a cache takes a method that is made, such as KIVI(model.config); got {method!r}")

@@ -25,8 +25,10 @@ def calibrate(model, methods, windows, progress=None, seed=0):
     """
     check_tokens(windows, model.config)
     progress = progress or iter
-    methods = methods if isinstance(methods, list) else [methods]
+    methods = list(methods) if isinstance(methods, list | tuple) else [methods]
     for method in methods:
+        if isinstance(method, type) or not hasattr(method, "each_codec"):
+            raise UserError(f"calibrate takes methods that are made, such as KIVI(model.config); got {method!r}")
         method.calibrated_on = None  # until the last table is there
     learning = [method for method in methods if any(codec.needs_text for _, _, codec in method.each_codec())]
     gradients = any(codec.needs_gradient for method in learning for _, _, codec in method.each_codec())

@@ -321,12 +321,15 @@ class Llama(nn.Module):
         """Continue tokens (B, T) by up to max_new_tokens: greedy at temperature 0, else sampled from the top-p nucleus.
 
         Returns (B, T + new). Stops early once every row has produced `eos`, an id or several; a row that is done
-        repeats the first of them. Without a cache the whole text is read again for every token. With one, `tokens` are
-        what it has not read: after a `generate`, the last token of its output, and what comes after it.
+        repeats the first of them. Texts of a batch are equally long: padding is read as text. Without a cache the whole
+        text is read again for every token. With one, `tokens` are what it has not read: after a `generate`, the last
+        token of its output, and what comes after it.
         """
+        if not (cache is None or hasattr(cache, "expect")):
+            raise UserError(f"generate takes a cache, such as KVCache(model, method); got {cache!r}")
         new, seen = (tokens, 0) if cache is None else cache.expect(tokens)
         check_tokens(new, self.config, seen + max_new_tokens - 1)  # the last new token is not read
-        if not (temperature >= 0 and 0 < top_p <= 1):  # refuses NaN as well
+        if temperature is None or not (temperature >= 0 and 0 < top_p <= 1):  # refuses NaN as well
             raise UserError(f"temperature is from 0 on, and top_p above 0 and up to 1; got {temperature} and {top_p}")
         ends = torch.tensor([] if eos is None else eos, device=tokens.device).flatten()  # a config may have several
         rng = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)

@@ -22,6 +22,8 @@ def load_model(folder, device="cpu", dtype=torch.float32):
     never more in memory than the model and one tensor, beside the pages of the mapped file, which the system takes back
     as it likes.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"dtype is one of torch's, such as torch.bfloat16; got {dtype!r}")
     # 1. a model with shapes and no memory
     device, *others = devices = usable_devices(device)
     folder = checkpoint_folder(folder)
@@ -122,6 +124,12 @@ def save(model, tokenizer_model, folder):
 
     tokenizer_model: the path of a sentencepiece model. Each file is written whole or not at all.
     """
+    with torch.device("meta"), NoInit():
+        like = Llama(model.config)
+    same = dict(model.named_parameters()).keys() == dict(like.named_parameters()).keys()
+    if not same or not torch.allclose(model.rope.freq.cpu(), like.rope.freq):
+        raise UserError("the model is not what its config says: its weights are quantized, untied or parametrized, or "
+                        "RoPE was edited; the folder would be read as another model")
     folder = Path(folder)
     pieces = Path(tokenizer_model).read_bytes()  # before anything is written: it may come from the same folder
     write(folder / "tokenizer.model", lambda path: path.write_bytes(pieces))

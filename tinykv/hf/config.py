@@ -49,6 +49,8 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/model
 
 def checkpoint_folder(name):
     """A folder's path, or a model's name on the hub, which is downloaded -> the folder as a Path."""
+    if not isinstance(name, str | os.PathLike):
+        raise UserError(f"the folder of a checkpoint is a path; got {name!r}")
     if os.path.isdir(name):  # unlike Path.is_dir, also for a name that no file can have
         return Path(name)
     if HUB_NAME.fullmatch(str(name)) and not os.path.exists(name):
@@ -95,6 +97,8 @@ def parse_config(raw, where):
     for field in fields(LlamaConfig):
         if field.type in KINDS and (field.name in given or field.default is MISSING):
             config[field.name] = checked(given, field.name, field.type, where)
+    if config["num_hidden_layers"] > 1000:  # to make them would take minutes
+        refuse("num_hidden_layers", config["num_hidden_layers"], where, "no model has more than 1000")
     if given.get("sliding_window") is not None:
         config["sliding_window"] = checked(given, "sliding_window", int, where)
 

@@ -125,7 +125,7 @@ def special_id(tokenizer, settings, name, fallback):
         piece = piece.get("content")
     if name in settings and piece is None and not tokenizer.builtin_ids:
         return None  # a Qwen's file says so, whatever config.json has
-    if not isinstance(piece, str | None):
+    if not isinstance(piece, str | None) or piece and piece.encode(errors="ignore").decode() != piece:  # half a pair
         raise UserError(f"{name} in tokenizer_config.json is {repr(piece)[:80]}; it has to be a text")
     token_id = tokenizer.id_of(piece) if piece else tokenizer.builtin_ids.get(name)
     if token_id is None:
