@@ -112,7 +112,8 @@ def test_a_cell_that_cannot_be_run_says_why(run_paper, monkeypatch):
 
 
 def test_wrong_words(run_paper):
-    assert "there are KVSink, Table 2" in run_paper("KVSink", "Table 3")[2]
+    assert "no KVSink, Table 3; there are KVSink, Table 2" in run_paper("KVSink", "Table 3")[2]
+    assert "no SKVQ; there are" in run_paper("SKVQ")[2]
     assert "the models are LLaMA-2-7B" in run_paper("KVSink", "Table 2", "--only", "GPT")[2]
     with pytest.raises(UserError, match="called as on the hub"):
         paper.chosen(paper.TABLES["KVSink, Table 2"], SimpleNamespace(only=[], model="path/to/other"))

@@ -392,8 +392,9 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
                                  ("--block", "block", False), ("--windows", "windows", 0),
                                  ("--windows", "windows", False), ("--bos", "bos", False))),
     *(("temperature is from 0 on, and top_p", lambda how=how: MODEL.generate(TOKENS, 2, **how))
-      for how in ({"temperature": None}, {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": 1.0, "top_p": 0.0},
-                  {"temperature": 1.0, "top_p": 90}, {"temperature": 1.0, "top_p": math.nan}))])
+      for how in ({"temperature": None}, {"temperature": -1.0}, {"temperature": math.nan},
+                  {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "top_p": 90},
+                  {"temperature": 1.0, "top_p": math.nan}))])
 def test_python_refuses_in_one_line(named, call):
     with pytest.raises(UserError, match=named) as caught:
         call()

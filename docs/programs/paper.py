@@ -139,7 +139,8 @@ def main():
                 _, *program = table["command"].replace("-m ", "").split()
                 print(f"{name}: {len([*cells(table)])} cells, by {program[0]}")
         elif f"{args.paper}, {args.table}" not in TABLES:
-            raise UserError(f"no {args.paper}, {args.table}; there are {'; '.join(TABLES)} (AnTKV's Table 1 has SKVQ)")
+            asked = ", ".join(word for word in (args.paper, args.table) if word) or "paper and table given"
+            raise UserError(f"no {asked}; there are {'; '.join(TABLES)} (AnTKV's Table 1 has SKVQ)")
         else:
             show(TABLES[f"{args.paper}, {args.table}"], args)
 
