@@ -21,9 +21,9 @@ to even, and beyond the largest number, 448 or 6, to that. q5_1 and q4_1 add the
 
 Paper and practice. The formats say how a code is read, and leave the choice of scales and codes to whoever writes them.
 Here floats are written as the OCP MX standard and NVIDIA write them (mxfp8 and mxfp4 as torchao's FLOOR does, while
-llm-compressor rounds their scale, and has a smaller error), and integers as llama.cpp does: its codes come
-from the scale before that is rounded to fp16, and half goes away from 0 (8 bits) or up (5 and 4 bits). vLLM rounds
-its 8 bits half to even. nvfp4 and fp8 have another scale, one for a whole tensor, which is 1 unless it was calibrated.
+llm-compressor rounds their scale, and has a smaller error), and integers as llama.cpp does: its codes come from the
+scale before that is rounded to fp16, and half goes away from 0 (8 bits) or up (5 and 4 bits). vLLM rounds its 8 bits
+half to even. nvfp4 and fp8 have another scale, one for a whole tensor, which is 1 unless it was calibrated.
 """
 from functools import partial
 from typing import Annotated

@@ -4,6 +4,7 @@ A setting is an argument of a method's constructor, so a new method brings its f
 such as `--preserve 1,5`, makes an entry for each, for every method that takes it.
 """
 import copy
+import inspect
 import itertools
 from bdb import BdbQuit
 from collections import defaultdict
@@ -46,10 +47,14 @@ class Entry:
 
     @property
     def is_own(self):
-        """Whether the user wrote the class of the method or of a codec, or made the method: then nobody knows what its
-        tables depend on."""
+        """Whether the user wrote the class of the method or of a codec, or a function in it, or made the method: then
+        nobody knows what its tables depend on."""
         makers = [self.method, *(codec for _, _, codec in self.method.each_codec())]
-        return not self.settings or not all(type(maker).__module__.startswith("tinykv.") for maker in makers)
+        classes = {cls for maker in makers for cls in type(maker).__mro__[:-1]}  # without object
+        written = {cls.__module__ for cls in classes}
+        parts = [part for cls in classes for part in vars(cls).values() if inspect.isfunction(part)]
+        written |= {part.__module__ for part in parts if part is not copy.deepcopy}  # which is their `__copy__`
+        return not self.settings or not all(module.startswith("tinykv.") for module in written)
 
     def made_of(self, windows, draw):
         """A hash of all that a draw's tables depend on: windows, method, settings, weight quantizer, k-means' seed, and
