@@ -44,6 +44,10 @@ KINDS = {
     float: ("a number above 0", lambda x: type(x) in (int, float) and 0 < x < 1e30),  # NaN is not
     bool: ("true or false", lambda x: type(x) is bool)}
 
+class Unsupported(UserError):
+    """Of a model that is not implemented here. Others read it: see `decoder.py`."""
+
+
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/model
 
 
@@ -72,7 +76,7 @@ def parse_config(raw, where):
     # 1. the architecture
     kind = raw.get("model_type")
     if kind not in list(ARCHITECTURES):
-        refuse("model_type", kind, where, f"tinykv implements {', '.join(ARCHITECTURES)}")
+        refuse("model_type", kind, where, f"tinykv implements {', '.join(ARCHITECTURES)}", Unsupported)
     _, defaults, lacks = ARCHITECTURES[kind]
 
     # 2. what the model does not implement
@@ -81,7 +85,7 @@ def parse_config(raw, where):
         known = f"{kind} without it" if allowed is ABSENT else ", ".join(map(str, allowed))
         for one in value if isinstance(value, list) else [value]:
             if one is not None and one not in allowed:
-                refuse(name, value, where, f"tinykv implements {known}")
+                refuse(name, value, where, f"tinykv implements {known}", Unsupported)
 
     # 3. every field; one that is absent has its default in transformers, or else in LlamaConfig
     nullable = "num_key_value_heads", "sliding_window"  # null is a value; elsewhere it means absent
@@ -120,7 +124,7 @@ def parse_rope(raw, positions, where):
     rope = rope if isinstance(rope, dict) else {"type": rope}
     kind = rope.get("rope_type") or rope.get("type") or "default"  # older files say "type"
     if kind not in list(ROPE_PARAMETERS):
-        refuse("rope_type", kind, where, f"tinykv implements {', '.join(ROPE_PARAMETERS)}")
+        refuse("rope_type", kind, where, f"tinykv implements {', '.join(ROPE_PARAMETERS)}", Unsupported)
     thetas = {"rope_theta": 10000.0, **raw, **rope}
     theta = float(checked(thetas, "rope_theta", float, where))
 
@@ -128,7 +132,7 @@ def parse_rope(raw, positions, where):
     others = set(rope) - set(ROPE_PARAMETERS[kind]) - {"rope_type", "type", "rope_theta"}
     for name in sorted(others):
         if rope[name] is not None and rope[name] not in IMPLEMENTED.get(name, []):
-            refuse(name, rope[name], where, f"rope_type {kind} is implemented without it")
+            refuse(name, rope[name], where, f"rope_type {kind} is implemented without it", Unsupported)
     if kind == "default":
         return theta, None
     given = {"original_max_position_embeddings": positions} | {k: x for k, x in rope.items() if x is not None}
@@ -145,8 +149,8 @@ def checked(given, name, kind, where):
     return value
 
 
-def refuse(name, value, where, instead):
-    raise UserError(f"{where}: {name} is {json.dumps(value)[:80]}; {instead}")
+def refuse(name, value, where, instead, kind=UserError):
+    raise kind(f"{where}: {name} is {json.dumps(value)[:80]}; {instead}")
 
 
 # LlamaConfig -> config.json

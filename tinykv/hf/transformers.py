@@ -1,6 +1,6 @@
-"""A method as the cache of a model of transformers: a LLaMA, a Mistral, a Qwen2 or a Qwen3.
+"""A method as the cache of a model of transformers: of any decoder.
 
-    cache = MethodCache(model, method)
+    cache = MethodCache(model, METHODS["kivi"](config_of(model)))
     model.generate(tokens, past_key_values=cache)
 
 docs/huggingface.md shows it at work, and says what it cannot do.
@@ -8,60 +8,70 @@ docs/huggingface.md shows it at work, and says what it cannot do.
 import copy
 import weakref
 from functools import partial
+from inspect import signature
+from threading import get_ident
 from types import SimpleNamespace
 
 import torch
 from torch.nn.functional import pad
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache, DynamicCache
 
 from tinykv import UserError
 from tinykv.cache import KVCache
-from tinykv.hf.config import parse_config
-from tinykv.identity import PROBED_AT, identity_of, probe
+from tinykv.hf import decoder
+from tinykv.hf.config import Unsupported
+from tinykv.hf.decoder import AsGiven, Bridge, config_of, hidden_of, identity
 from tinykv.model import Rope
 
 
-class MethodCache(Cache):
+class MethodCache(Bridge):
     """`past_key_values` for a batch of texts. `texts` has a KVCache for each, so that no text's codes depend on the
     texts beside it. Shorter texts are padded on the left, and so are their keys and values when attention gets them.
 
-    A text begins with the method's prefix, if it has one, and the model returns what comes after it. protocol, prompt:
-    as of `KVCache`. transformers hands its cache keys after RoPE, and neither queries nor a layer's output; hooks on
-    the model catch what is missing. They hold the cache weakly: it goes, and they with it, when nobody else holds it.
+    A method that stores keys after RoPE takes those that transformers hands over, of any decoder. One that needs keys
+    before RoPE, queries, or a prefix, reads a model that tinykv implements: there hooks catch what is missing, and a
+    text begins with the prefix, of which the model returns nothing.
+
+    protocol, prompt: as of `KVCache`. The hooks hold the cache weakly: it goes, and they with it, when nobody else
+    holds it. They act in the thread whose forward it is.
     """
-    is_linear, is_croppable = [False], False  # what `generate` asks: it is attention's, and no token can be taken out
 
     def __init__(self, model, method, protocol="stream", prompt=None):
         if not (isinstance(model, GenerationMixin) and getattr(method, "codecs", None)):
             raise TypeError("this takes a causal language model of transformers (of a PeftModel, `get_base_model()`) "
                             f"and a method, such as METHODS['kivi'](config); got {type(model).__name__} and "
                             f"{type(method).__name__}")
-        super().__init__(layers=[])
-        config = parse_config(model.config.to_dict(), "the model's config")
-        like = SimpleNamespace(config=config, rope=Rope(config), lm_head=model.lm_head,
-                               identity=partial(identity, model))
+        super().__init__(model)
+        like, self.is_watched = model_like(model, method)
         self.model, self.empty = model, KVCache(like, method, protocol, prompt)  # the latter is copied for each text
         self.texts, self.padding = [], []  # KVCaches, and the padding of each text
-        self.skip = []  # of each text, how many columns of this forward are padding; empty in a forward of others
+        self.thread = None  # that of the forward which reads this cache
+        self.skip = []  # of each text, how many columns of this forward are padding
         self.fresh = {}  # a layer's new q and k, before RoPE, until its `update`
 
-        hooks = [model.model.register_forward_pre_hook(weak(self.begin), with_kwargs=True)]
-        for i, layer in enumerate(model.model.layers):
-            attention = layer.self_attn
-            q_source = getattr(attention, "q_norm", attention.q_proj)  # a Qwen3 norms every head
-            k_source = getattr(attention, "k_norm", attention.k_proj)
-            hooks += [q_source.register_forward_hook(weak(self.see, "q")),
-                      k_source.register_forward_hook(weak(self.see, "k")),
-                      layer.register_forward_hook(weak(self.see_hidden, i))]
+        base = model.base_model
+        hooks = [base.register_forward_pre_hook(Hook(self.begin), with_kwargs=True),
+                 base.register_forward_hook(Hook(self.end))]
+        if self.is_watched:
+            for layer in model.model.layers:
+                attention = layer.self_attn
+                q_source = getattr(attention, "q_norm", attention.q_proj)  # a Qwen3 norms every head
+                k_source = getattr(attention, "k_norm", attention.k_proj)
+                hooks += [q_source.register_forward_hook(Hook(self.see, "q")),
+                          k_source.register_forward_hook(Hook(self.see, "k"))]
+        if decoder.looks_at_hidden(method):
+            hooks += [layer.register_forward_hook(Hook(self.see_hidden, i))
+                      for i, layer in enumerate(decoder.layers_of(model))]
         self.remove = weakref.finalize(self, remove_all, hooks)  # takes them off the model: called, or when it goes
 
     # what the hooks call
 
     def begin(self, module, args, kwargs):
         """Before a forward: the arguments that it is given -> those that it gets."""
-        self.skip, self.fresh = [], {}
+        kwargs = {**dict(zip(signature(module.forward).parameters, args)), **kwargs}
         if self not in (kwargs.get("cache"), kwargs.get("past_key_values")):  # new releases, old ones
+            if self.thread == get_ident():  # whose forward of this cache was interrupted
+                self.thread = None
             return None
         tokens, padding = self.new_tokens(kwargs)  # (B, T), [B]
 
@@ -75,16 +85,26 @@ class MethodCache(Cache):
         # 2. a token's position is its place in its own text
         columns = torch.arange(seen, self.get_seq_length() + tokens.shape[1])  # (T), from now on without a prefix
         positions = columns - torch.tensor(padding)[:, None]  # (B, T), below 0 in the padding
-        check_positions(kwargs.get("position_ids"), positions)
+        if self.is_watched:
+            check_positions(kwargs.get("position_ids"), positions)
 
         # 3. the hooks below see what is read from now on
-        self.texts, self.padding, self.skip = texts, padding, skip
+        self.texts, self.padding, self.skip, self.fresh, self.thread = texts, padding, skip, {}, get_ident()
         for text in texts:
             text.busy = True
+        if not self.is_watched:
+            return (), kwargs
         if "cache_position" in kwargs:  # in older releases
             kwargs["cache_position"] = columns.to(tokens.device)
         positions = positions.clamp(min=0).to(tokens.device)
         return (), {**kwargs, "input_ids": tokens[:, -len(columns):], "position_ids": positions}
+
+    def end(self, module, inputs, output):
+        """After a forward that ended well."""
+        if self.thread == get_ident():
+            self.thread = None
+            for text in self.texts:
+                text.busy = False
 
     def new_tokens(self, kwargs):
         """The arguments of a forward -> its tokens (B, T), and the padding of each text. UserError for what the cache
@@ -92,8 +112,10 @@ class MethodCache(Cache):
         tokens, held = kwargs.get("input_ids"), self.get_seq_length()
         if kwargs.get("use_cache") is False:
             raise UserError("use_cache=False reads the whole text again for every token; leave it out")
+        if tokens is None and self.is_watched:
+            raise UserError(f"inputs_embeds hide the text from {self.empty.method!r}; give input_ids")
         if tokens is None:
-            raise UserError("inputs_embeds hide the text from the method; give input_ids")
+            tokens = torch.zeros(kwargs["inputs_embeds"].shape[:2], dtype=torch.long)  # which no method looks at
         B, T = tokens.shape
         padding = padding_of(kwargs.get("attention_mask"), B, held + T)
         if T == 0 or self.texts and padding != self.padding:
@@ -103,30 +125,30 @@ class MethodCache(Cache):
 
     def see(self, name, module, inputs, output):
         """New queries ("q") or keys ("k"), before RoPE: (B, T, heads * d) or (B, T, heads, d)."""
-        if self.skip:
+        if self.thread == get_ident():
             by_head = output.reshape(*output.shape[:2], -1, self.empty.config.head_dim)  # (B, T, heads, d)
             self.fresh[name] = by_head.transpose(1, 2)  # (B, heads, T, d)
 
     def see_hidden(self, layer, module, inputs, output):
-        for text, hidden, n in zip(self.texts, output, self.skip):  # (T, D)
-            text.observe(layer, hidden[None, n:])
-            text.busy = layer + 1 < len(self)
+        if self.thread == get_ident():
+            for text, hidden, n in zip(self.texts, hidden_of(output), self.skip):  # (T, D)
+                text.observe(layer, hidden[None, n:])
 
     # what transformers calls
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
         """New keys and values (B, Hkv, T, d), keys after RoPE -> those of all S columns."""
-        q, k = self.fresh.pop("q", None), self.fresh.pop("k", None)  # (B, H, T, d), (B, Hkv, T, d)
-        if k is None:
+        if self.thread != get_ident():
             raise UserError("a MethodCache reads with the model that it was made for, given as past_key_values=cache, "
                             "until `remove`")
-        padded = []
+        layer, padded = self.places[layer_idx], []
+        q, k = (self.fresh.pop("q"), self.fresh.pop("k")) if self.is_watched else (keys, keys)  # (B, Hkv, T, d)
         for i, (text, n) in enumerate(zip(self.texts, self.skip)):
             of_text = slice(i, i + 1), slice(None), slice(n, None)
-            seen = text.layers[layer_idx].length
-            if seen == text.start or keys.shape[2] > 1:
-                check_keys(text.rope.rotate(k[of_text], seen), keys[of_text], layer_idx)
-            K, V = text.update(layer_idx, q[of_text], k[of_text], values[of_text], seen)  # (1, Hkv, S - padding, d)
+            seen = text.layers[layer].length
+            if self.is_watched and (seen == text.start or keys.shape[2] > 1):
+                check_keys(text.rope.rotate(k[of_text], seen), keys[of_text], layer)
+            K, V = text.update(layer, q[of_text], k[of_text], values[of_text], seen)  # (1, Hkv, S - padding, d)
             padded.append([pad(x, (0, 0, self.padding[i], 0)) for x in (K, V)])
         return tuple(torch.cat(x) for x in zip(*padded))  # (B, Hkv, S, d) both
 
@@ -134,35 +156,31 @@ class MethodCache(Cache):
         """The columns that the model has read: 0, and not those of a prefix, before a text."""
         if not self.texts:
             return 0
-        start, length = self.texts[0].start, self.texts[0].layers[layer_idx].length
+        start, length = self.texts[0].start, self.texts[0].layers[self.places.get(layer_idx, 0)].length
         return start if length == start else self.padding[0] + length
-
-    def get_mask_sizes(self, query_length, layer_idx):
-        if torch.is_tensor(query_length):  # in older releases, the positions of the new tokens
-            query_length = len(query_length)
-        return self.get_seq_length(layer_idx) + query_length, 0
-
-    def __len__(self):  # transformers counts layers of its own, and of none an empty container is False
-        return len(self.empty.layers)
 
     def reset(self):
         self.empty.reset()  # the model, or the method, may have been edited
-        self.texts, self.skip = [], []
+        self.texts, self.padding, self.thread = [], [], None
+        for layer in self.others:
+            layer.reset()
 
     def batch_select_indices(self, indices):
         """The texts at `indices` go on. Of one that is named twice, such as a beam, all tokens are copied."""
         chosen = torch.arange(len(self.texts))[torch.as_tensor(indices).cpu()].tolist() if len(indices) else []
         self.texts = [copy.deepcopy(self.texts[i]) if i in chosen[:n] else self.texts[i] for n, i in enumerate(chosen)]
         self.padding = [self.padding[i] for i in chosen]
+        for layer in self.others:
+            layer.reorder_cache(torch.as_tensor(chosen))
 
     reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats):
         self.batch_select_indices([i for i in range(len(self.texts)) for _ in range(repeats)])
 
-    def crop(self, *args):
-        raise UserError("contrastive search and assisted decoding take tokens out of a cache, and a quantized token "
-                        "cannot leave its block; decode greedily, with beams, or sample")
+    @property
+    def is_initialized(self):
+        return bool(self.texts)
 
     # what a user asks
 
@@ -175,6 +193,7 @@ class MethodCache(Cache):
         """A cache that goes on by itself from the same tokens, of the same model and method."""
         new = MethodCache(self.model, self.empty.method, self.empty.protocol, self.empty.prompt)
         new.texts, new.padding = copy.deepcopy(self.texts, memo), list(self.padding)
+        new.layers, new.others = copy.deepcopy((self.layers, self.others), memo)
         return new
 
     def __reduce_ex__(self, protocol):
@@ -184,14 +203,18 @@ class MethodCache(Cache):
         return f"MethodCache({self.texts or self.empty!r})"
 
 
-def weak(method, *given):
-    """A hook that calls a cache's method, if the cache is still there."""
-    method = weakref.WeakMethod(method)
+class Hook:
+    """A hook that calls a cache's method, if the cache is still there. In a copy of the model it does nothing."""
 
-    def hook(*args):
-        if (call := method()) is not None:
-            return call(*given, *args)
-    return hook
+    def __init__(self, method=None, *given):
+        self.method, self.given = method and weakref.WeakMethod(method), given
+
+    def __call__(self, *args):
+        if self.method is not None and (call := self.method()) is not None:
+            return call(*self.given, *args)
+
+    def __reduce__(self):
+        return Hook, ()
 
 
 def remove_all(hooks):
@@ -229,13 +252,18 @@ def check_keys(own, keys, layer):
                         "rounds RoPE, too)")
 
 
-@torch.no_grad()
-def identity(model):
-    """What `identity.identity` is of a model of transformers."""
-    tokens, cache = probe(model.config.vocab_size).to(model.device), DynamicCache()
-    positions = PROBED_AT + torch.arange(tokens.shape[1], device=model.device)[None]  # (1, T)
-    logits = model(input_ids=tokens, position_ids=positions, past_key_values=cache).logits
-    keys = torch.cat([layer.keys.cpu() for layer in cache.layers])  # (L, Hkv, T, d)
-    values = torch.cat([layer.values.cpu() for layer in cache.layers])  # (L, Hkv, T, d)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight  # (vocab, D) both
-    return identity_of(keys, values, logits, embedding, head)
+# What a KVCache asks of a model
+
+def model_like(model, method):
+    """An object with a model's config, RoPE and identity, and whether hooks have to watch it for the method."""
+    like = SimpleNamespace(config=config_of(model), rope=AsGiven(), lm_head=model.get_output_embeddings(),
+                           identity=partial(identity, model))
+    try:
+        decoder.check_method(method)
+        return like, False
+    except UserError:
+        try:
+            like.rope = Rope(decoder.own_config(model))
+        except Unsupported as error:
+            decoder.check_method(method, error)
+    return like, True
