@@ -1,5 +1,6 @@
 """The flags that several commands have, their checks, defaults that depend on the model or the device, and the text to
 calibrate on."""
+import importlib.util
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from tinykv import UserError, at_least, hf
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows, share_text
 from tinykv.files import check_target
+from tinykv.hf.config import Unsupported
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRUTH = ["false", "true"]
@@ -109,14 +111,17 @@ def set_up(args, longest, loaded=None):
     """
     check_counts(args, 1, "windows", "calib-windows")
     check_counts(args, 2, "context", "calib-context")
+    if not loaded:
+        args.devices = hf.usable_devices(args.device)
+        # half-precision products are slow on a CPU
+        args.dtype = DTYPES[args.dtype or ("fp32" if args.devices[0].type == "cpu" else "bf16")]
+        loaded = through_transformers(args)
+    args.loaded = loaded
     if loaded:
         model, args.tokenizer = loaded
         args.config, weight = model.config, model.lm_head.weight
         args.devices, args.dtype = [weight.device], weight.dtype
     else:
-        args.devices = hf.usable_devices(args.device)
-        # half-precision products are slow on a CPU
-        args.dtype = DTYPES[args.dtype or ("fp32" if args.devices[0].type == "cpu" else "bf16")]
         args.config = hf.load_config(args.model)
         args.tokenizer = hf.load_tokenizer(args.model, args.config)
     args.device = args.devices[0]
@@ -124,6 +129,28 @@ def set_up(args, longest, loaded=None):
     check_context(args.context, args.config)
     args.calib_context = args.calib_context or args.context
     check_context(args.calib_context, args.config, "calib-context")
+
+
+def through_transformers(args):
+    """What transformers makes of --model, (Decoder, Tokenizer): where --through asks for it, or tinykv does not
+    implement the model. Else None."""
+    through, why = getattr(args, "through", "tinykv"), "--through transformers"
+    if through == "tinykv":
+        return None
+    try:
+        hf.load_config(args.model)
+        if through is None:
+            return None
+    except Unsupported as error:
+        why = str(error)
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError(f"{why}; transformers runs other decoders: pip install transformers")
+    refused = {"attention": args.attention != "fused", "weights": args.weights, "calibration": args.calibration,
+               "device": len(args.devices) > 1 and "several devices"}
+    for flag in filter(refused.get, refused):
+        raise UserError(f"--{flag} is for models that tinykv implements, and this one runs through transformers ({why})")
+    from tinykv.hf import decoder  # only now: it needs transformers
+    return decoder.load(args.model, args.devices[0], args.dtype)
 
 
 def calibration_text(args, n=None, test=None):

@@ -242,6 +242,18 @@ class Decoder:
         if word != "fused":
             raise UserError("attention is transformers' own here; leave out --attention")
 
+    def heading(self):
+        """What a table says of it."""
+        config = self.config
+        return (f"through transformers {transformers.__version__}: {config.model_type}, {config.num_hidden_layers} "
+                f"layers with {config.num_key_value_heads} KV heads of {config.head_dim}; fp16 holds all of their keys "
+                "and values in 16 bits, a sliding layer's, too")
+
+    def check_method(self, method):
+        check_method(method)
+        if looks_at_hidden(method) or method.needs_calibration:
+            layers_of(self.theirs)
+
     def identity(self):
         return identity(self.theirs)
 
@@ -250,6 +262,9 @@ class Decoder:
 
     def buffers(self):
         return ()  # none of them is a weight
+
+    def modules(self):
+        return self.theirs.modules()
 
 
 def show(cache, i, module, inputs, output):

@@ -18,6 +18,8 @@ def parser(asked=(), about=None):
     add_method(p)
     p.add_argument("--list-methods", action="store_true", help="print the methods and their settings, and stop")
     shared_flags.add_model(p)
+    p.add_argument("--through", choices=("tinykv", "transformers"),
+                   help="whose code runs the model (default: tinykv's, or transformers' where tinykv has none for it)")
     shared_flags.add_windows(p, windows=16, longest=4096, count=shared_flags.count_or_all)
     p.add_argument("--protocol", choices=PROTOCOLS, default="paper",
                    help="paper: tokens are quantized before any query reads them; stream: as in generation")
@@ -60,14 +62,15 @@ def set_up(args, loaded=None):
     windows are read at a time. loaded: a (model, tokenizer) to use instead of --model."""
     ranks.prepare(args)
     shared_flags.set_up(args, 4096, loaded)
-    args.loaded = loaded
     args.batch = shared_flags.batch_of(args.batch, args.context)
     return args
 
 
 def cache_class_of(args):
-    """The cache class that --attention evaluates with, and what checks a method for it besides. UserError if triton has
-    no GPU, or torch no compiler."""
+    """The cache class that --attention evaluates with, and what checks a method for it, or for a model of transformers,
+    besides. UserError if triton has no GPU, or torch no compiler."""
+    if args.loaded and hasattr(args.loaded[0], "check_method"):
+        return KVCache, args.loaded[0].check_method
     if args.attention == "compiled":
         from tinykv import compiled_cache  # only now: it needs torch's compiler
         compiled_cache.check_compiler(args.device)

@@ -48,6 +48,8 @@ def heading(args, model):
     attention = "" if args.attention == "fused" else f", attention {args.attention}"
     prompt = f", prompt {args.prompt}" if args.prompt else ""
     yield f"model {args.model}: {parameters:,} parameters, {args.dtype}, {args.device}"
+    if hasattr(model, "heading"):  # it runs through transformers
+        yield model.heading()
     yield (f"data {args.data}: {args.windows} windows of {args.context} tokens, "
            f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}")
     if args.data in VOCABULARIES and args.model != str(hf.EMBEDDED):
