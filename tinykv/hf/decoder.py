@@ -92,12 +92,14 @@ def layers_of_cache(model):
     """The layers that transformers' cache of a model has: None for those of keys and values; others, such as
     convolutions, hold a state."""
     layers = DynamicCache(config=model.config).layers
-    for i, layer in enumerate(layers):
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["attention"] * len(layers)
+    for i, (kind, layer) in enumerate(zip(kinds, layers)):
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and kind not in ("conv", "linear_attention"):
             layers[i] = None
-        elif isinstance(layer, CacheLayerMixin):
-            raise UserError(f"layer {i} of {model.config.model_type} is cached in transformers' {type(layer).__name__}; "
-                            "a cache here holds keys and values, and nothing else of a layer")
+        elif isinstance(layer, CacheLayerMixin):  # older releases have one for each layer
+            raise UserError(f"a layer of {model.config.model_type}, {kind}, is cached in {type(layer).__name__} of "
+                            f"transformers {transformers.__version__}; a cache here holds keys and values, and other "
+                            "layers' states only as newer releases have them")
     return layers
 
 
@@ -137,10 +139,8 @@ class Bridge(Cache):
     max_cache_len = max_batch_size = -1  # there is none
 
     def __init__(self, model):
-        layers = layers_of_cache(model)
-        super().__init__(layers=[layer or Coded() for layer in layers])
-        self.others = [layer for layer in layers if layer is not None]
-        with_attention = [i for i, layer in enumerate(layers) if layer is None]
+        super().__init__(layers=[layer or Coded() for layer in layers_of_cache(model)])
+        with_attention = [i for i, layer in enumerate(self.layers) if isinstance(layer, Coded)]
         self.places = {i: n for n, i in enumerate(with_attention)}  # of layers in KVCaches
 
     def get_mask_sizes(self, query_length, layer_idx):
@@ -189,6 +189,8 @@ class Decoder:
     def __init__(self, model):
         self.theirs, self.config, self.rope = model.eval(), config_of(model), AsGiven()
         self.model = {"embed_tokens": model.get_input_embeddings()}
+        found = model.base_model
+        self.decoder = model.model if found is model else found  # a Llama 4 names it otherwise
         self.lm_head = self.head()
 
     @torch.no_grad()
@@ -228,7 +230,7 @@ class Decoder:
                 hooks = [layer.register_forward_hook(partial(show, cache, i))
                          for i, layer in enumerate(layers_of(self.theirs))]
         try:
-            h = self.theirs.base_model(tokens, **given)[0]  # (B, T, D), after the last norm
+            h = self.decoder(tokens, **given)[0]  # (B, T, D), after the last norm
         finally:
             for hook in hooks:
                 hook.remove()

@@ -162,16 +162,16 @@ class MethodCache(Bridge):
     def reset(self):
         self.empty.reset()  # the model, or the method, may have been edited
         self.texts, self.padding, self.thread = [], [], None
-        for layer in self.others:
-            layer.reset()
+        self.layers = Bridge(self.model).layers  # those with a state keep its shape when they are reset
 
     def batch_select_indices(self, indices):
         """The texts at `indices` go on. Of one that is named twice, such as a beam, all tokens are copied."""
         chosen = torch.arange(len(self.texts))[torch.as_tensor(indices).cpu()].tolist() if len(indices) else []
         self.texts = [copy.deepcopy(self.texts[i]) if i in chosen[:n] else self.texts[i] for n, i in enumerate(chosen)]
         self.padding = [self.padding[i] for i in chosen]
-        for layer in self.others:
-            layer.reorder_cache(torch.as_tensor(chosen))
+        for i, layer in enumerate(self.layers):
+            if i not in self.places:
+                layer.reorder_cache(torch.as_tensor(chosen))
 
     reorder_cache = batch_select_indices
 
@@ -193,7 +193,7 @@ class MethodCache(Bridge):
         """A cache that goes on by itself from the same tokens, of the same model and method."""
         new = MethodCache(self.model, self.empty.method, self.empty.protocol, self.empty.prompt)
         new.texts, new.padding = copy.deepcopy(self.texts, memo), list(self.padding)
-        new.layers, new.others = copy.deepcopy((self.layers, self.others), memo)
+        new.layers = copy.deepcopy(self.layers, memo)
         return new
 
     def __reduce_ex__(self, protocol):
