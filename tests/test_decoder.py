@@ -37,10 +37,10 @@ def generate(model, cache, tokens=None, **given):
 
 @pytest.mark.parametrize("name", [name for name in decoders.ZOO if name not in ("Gemma 4", "DeepSeek-V3")])
 def test_a_cache_in_16_bits_is_transformers_own_and_one_in_8_is_near(name):
-    model = made(name)
-    own, cache = generate(model, None), MethodCache(model, decoders.method_of("fp16", model))
     if name == "LFM2" and "4.56" in transformers.__version__:
         pytest.skip("there a LFM2 has a cache of its own")
+    model = made(name)
+    own, cache = generate(model, None), MethodCache(model, decoders.method_of("fp16", model))
     assert torch.equal(generate(model, cache), own)
     assert cache.get_seq_length() == T + 29 and cache.is_initialized
     words = decoders.answers(name)
@@ -82,7 +82,10 @@ def test_a_padded_text_is_read_as_it_is_alone(name, method):
     mask = (torch.arange(T) >= torch.tensor(padding)[:, None]).long()
     cache = MethodCache(model, method)
     text = generate(model, cache, tokens, attention_mask=mask)
+    logits = model(tokens, attention_mask=mask, **{NAME: MethodCache(model, method)}).logits[:, -1]
     for i, n in enumerate(padding):
+        by_itself = model(tokens[i:i + 1, n:], **{NAME: MethodCache(model, method)}).logits[0, -1]
+        torch.testing.assert_close(logits[i], by_itself, atol=1e-3, rtol=1e-3)
         alone = MethodCache(model, method)
         assert torch.equal(generate(model, alone, tokens[i:i + 1, n:])[0], text[i, n:])
         assert alone.texts[0].part_bytes() == cache.texts[i].part_bytes() and alone.texts[0].part_bytes()["coded"]

@@ -148,7 +148,7 @@ def through_transformers(args):
     refused = {"attention": args.attention != "fused", "weights": args.weights, "calibration": args.calibration,
                "device": len(args.devices) > 1 and "several devices"}
     for flag in filter(refused.get, refused):
-        raise UserError(f"--{flag} is for models that tinykv implements, and this one runs through transformers ({why})")
+        raise UserError(f"--{flag} is for models that tinykv runs, and this one runs through transformers ({why})")
     from tinykv.hf import decoder  # only now: it needs transformers
     return decoder.load(args.model, args.devices[0], args.dtype)
 

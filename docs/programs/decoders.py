@@ -25,7 +25,8 @@ SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_
 ZOO = {
     "Llama 2, 3": ("LlamaConfig", {}),
     "Qwen3": ("Qwen3Config", {"head_dim": 16}),
-    "Qwen3-MoE": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}),
+    "Qwen3-MoE": ("Qwen3MoeConfig", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+                                     "moe_intermediate_size": 16}),
     "Qwen3.5": ("Qwen3_5TextConfig", {"head_dim": 16, "num_hidden_layers": 4}),
     "SmolLM3": ("SmolLM3Config", {}),
     "Phi-2": ("PhiConfig", {}),
@@ -59,11 +60,11 @@ def made(model):
     if not hasattr(transformers, name):
         return None
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**SMALL, **settings})).float().eval()
-    for weight in made.parameters():  # so that a token looks at others, and layers matter
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**SMALL, **settings})).float().eval()
+    for weight in model.parameters():  # so that a token looks at others, and layers matter
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    return made
+    return model
 
 
 def method_of(name, model, bits=8):
@@ -78,8 +79,11 @@ def method_of(name, model, bits=8):
 def error(model, cache):
     """The error of logits through a cache, in deviations of theirs, where transformers' own cache is right."""
     tokens = torch.randint(3, 97, (1, CUTS[-1]), generator=torch.Generator().manual_seed(0))
-    found, right = (torch.cat([model(input_ids=tokens[:, a:b], **{NAME: one}).logits for a, b in zip(CUTS, CUTS[1:])], 1)
-                    for one in (cache, DynamicCache(config=model.config)))  # (1, T, vocab) both
+    both = []
+    for one in (cache, DynamicCache(config=model.config)):
+        read = [model(input_ids=tokens[:, a:b], **{NAME: one}).logits for a, b in zip(CUTS, CUTS[1:])]
+        both.append(torch.cat(read, dim=1))  # (1, T, vocab)
+    found, right = both
     return ((found - right).square().mean().sqrt() / right.std()).item()
 
 
@@ -99,8 +103,8 @@ def answers(name):
         words.append("yes")
     except UserError:
         words.append("no")
-    return [model.config.get_text_config().model_type, "yes" if words[:2] == ["yes", "yes"] else "; ".join(words[:2]),
-            *words[2:]]
+    both = "; ".join(dict.fromkeys(words[:2]))
+    return [f"`{model.config.get_text_config().model_type}`", both, *words[2:]]
 
 
 def line(words):
@@ -108,7 +112,7 @@ def line(words):
 
 
 def main():
-    head = ["model", "model_type", "fp16, kivi, ott, oscar", "pfn, kvsink, rtn, ...", "`eval_ppl.py`"]
+    head = ["model", "`model_type`", "`fp16`, `kivi`, `ott`, `oscar`", "`kvsink`; what is calibrated", "`eval_ppl.py`"]
     print(line(head), line(["---"] * len(head)), sep="\n")
     for name in ZOO:
         print(line([name, *(answers(name) or ["not in this transformers"])]), flush=True)

@@ -68,7 +68,8 @@ class MethodCache(Bridge):
 
     def begin(self, module, args, kwargs):
         """Before a forward: the arguments that it is given -> those that it gets."""
-        kwargs = {**dict(zip(signature(module.forward).parameters, args)), **kwargs}
+        names = signature(module.forward).parameters
+        kwargs = {**dict(zip(names, args)), **kwargs}
         if self not in (kwargs.get("cache"), kwargs.get("past_key_values")):  # new releases, old ones
             if self.thread == get_ident():  # whose forward of this cache was interrupted
                 self.thread = None
@@ -92,12 +93,14 @@ class MethodCache(Bridge):
         self.texts, self.padding, self.skip, self.fresh, self.thread = texts, padding, skip, {}, get_ident()
         for text in texts:
             text.busy = True
-        if not self.is_watched:
-            return (), kwargs
-        if "cache_position" in kwargs:  # in older releases
-            kwargs["cache_position"] = columns.to(tokens.device)
         positions = positions.clamp(min=0).to(tokens.device)
-        return (), {**kwargs, "input_ids": tokens[:, -len(columns):], "position_ids": positions}
+        if self.is_watched:
+            kwargs |= {"input_ids": tokens[:, -len(columns):], "position_ids": positions}
+            if "cache_position" in kwargs:  # in older releases
+                kwargs["cache_position"] = columns.to(tokens.device)
+        elif any(padding) and kwargs.get("position_ids") is None and "position_ids" in names:
+            kwargs["position_ids"] = positions
+        return (), kwargs
 
     def end(self, module, inputs, output):
         """After a forward that ended well."""
