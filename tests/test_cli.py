@@ -179,7 +179,7 @@ def test_help_begins_with_examples_and_the_flags_that_one_needs_first(command):
     assert examples and all(f"\n{example}\n" in out for example in examples)
     parts = re.split(r"^[a-z].*:$", out, flags=re.M)[1:]
     _, first, *others = [re.findall(r"^  (?:-h, )?--([\w-]+)", part, re.M) for part in parts]
-    assert first == ["method", "list-methods", "model", "device", "dtype", "data", "context", "windows",
+    assert first == ["method", "list-methods", "model", "device", "dtype", "through", "data", "context", "windows",
                      "calib-windows", "protocol"]
     assert len(others) == 4 and max(map(len, others[:-1])) <= 10
     assert {name.replace("_", "-") for name in flags_of(METHODS)} == set(others[-1])

@@ -61,8 +61,8 @@ def made(model):
         return None
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**SMALL, **settings})).float().eval()
-    for weight in model.parameters():  # so that a token looks at others, and layers matter
-        if weight.dim() > 1:
+    for name, weight in model.named_parameters():  # so that a token looks at others, and layers and biases matter
+        if weight.dim() > 1 or name.endswith("bias"):
             torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
     return model
 
@@ -104,7 +104,7 @@ def answers(name):
     except UserError:
         words.append("no")
     both = "; ".join(dict.fromkeys(words[:2]))
-    return [f"`{model.config.get_text_config().model_type}`", both, *words[2:]]
+    return [model.config.get_text_config().model_type, both, *words[2:]]
 
 
 def line(words):
