@@ -81,6 +81,32 @@ def test_angles_of_long_texts():
     torch.testing.assert_close(got, q @ rope.rotate(K).transpose(-2, -1), rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("bits", [1, 1.5, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("axis, group, formula, static", [
+    ("token", None, "offset", False), ("token", 8, "integer-zero", False), ("channel", 16, "offset", False),
+    ("channel", 16, "integer-zero", True), ("token", 32, "offset", True)])
+def test_pieces_are_what_decode_gives(bits, axis, group, formula, static):
+    same_numbers(Affine(bits, 64, axis, group, formula, static), 2, 64)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_pieces_of_every_method(name):
+    for codec in method_of(name).codecs[0]:
+        same_numbers(codec, 2, 16)
+
+
+def same_numbers(codec, heads, width):
+    x = torch.randn(2, heads, 48, width)
+    if codec.needs_text and not codec.calibrated():
+        codec.fit(x, torch.zeros(2, heads, 48, dtype=torch.bool))
+    codes = codec.encode(x)
+    blocks = [torch.cat(pieces, dim=-1).flatten(2, -2) for pieces in codec.pieces(codes, width // 2)]
+    got, want = torch.cat(blocks, dim=1), codec.decode(codes).float()
+    if codec.rotation is not None:
+        got = got @ codec.rotation
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 # ---- methods
 
 @pytest.mark.usefixtures("few")

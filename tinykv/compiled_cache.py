@@ -13,6 +13,7 @@ import torch
 
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
+from tinykv.codecs.base import Codec
 from tinykv.model import turned
 
 LEAST = 256  # coded tokens; fewer are decoded as ever: to compile takes seconds, and once more for sizes of 1
@@ -22,26 +23,50 @@ TILE = 64  # tokens whose cosines and sines stay in the processor's cache
 def scores(q, codec, codes, cos=None, sin=None):
     """Queries q (B, Hkv, R, d) times the n coded keys: (B, Hkv, R, n). cos, sin (n, d/2): RoPE's tables, if keys are
     stored before it. Sums, not `@`: a product of matrices would need the keys in memory."""
-    x, y = codec.decode(codes).float().chunk(2, dim=-1)  # (B, Hkv, n, d/2) both
+    d, of_blocks = q.shape[-1], []
+    if codec.rotation is None or cos is None:
+        blocks = codec.pieces(codes, d // 2)
+        if codec.rotation is not None:
+            q = q @ codec.rotation
+    else:  # RoPE turns the keys themselves
+        blocks = Codec.pieces(codec, codes, d // 2)
     if cos is not None:
         # the angle of position i is that of the last multiple of TILE and that of the rest: two small tables
-        i = torch.arange(x.shape[2], device=x.device)  # (n)
+        i = torch.arange(len(cos), device=q.device)  # (n)
         cos_a, sin_a = cos[::TILE][i // TILE], sin[::TILE][i // TILE]  # (n, d/2) both
         cos_b, sin_b = cos[:TILE][i % TILE], sin[:TILE][i % TILE]  # (n, d/2) both
         cos, sin = cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b  # (n, d/2) both
-        x, y = x * cos - y * sin, y * cos + x * sin  # (B, Hkv, n, d/2) both
-    # a sum for each query head: one loop for all of them, which decodes a number once
-    of_heads = []
-    for of_head in q.unbind(2):  # (B, Hkv, d)
-        qx, qy = of_head[:, :, None].chunk(2, dim=-1)  # (B, Hkv, 1, d/2) both
-        of_heads.append((qx * x + qy * y).sum(-1))  # (B, Hkv, n)
-    return torch.stack(of_heads, dim=2)
+    for q_block, pieces in zip(q.chunk(len(blocks), dim=1), blocks):
+        *tokens, w = pieces[0].shape[2:]
+        if cos is not None:
+            half = len(pieces) // 2
+            angles = [x.view(*tokens, -1).split(w, dim=-1) for x in (cos, sin)]
+            turned = [(x * c - y * s, y * c + x * s) for x, y, c, s in zip(pieces[:half], pieces[half:], *angles)]
+            pieces = [x for x, _ in turned] + [y for _, y in turned]
+        # a sum for each query head: one loop for all of them, which decodes a number once
+        of_heads = []
+        for of_head in q_block.unbind(2):  # (B, heads, d)
+            of_head = of_head.view(*of_head.shape[:2], *[1] * len(tokens), d)  # (B, heads, 1, d)
+            terms = sum(x * y for x, y in zip(of_head.split(w, dim=-1), pieces))  # (B, heads, tokens, w)
+            of_heads.append(terms.sum(-1))  # (B, heads, tokens)
+        of_blocks.append(torch.stack(of_heads, dim=2).flatten(3))  # (B, heads, R, n)
+    return torch.cat(of_blocks, dim=1)
 
 
 def outputs(p, codec, codes):
     """Weights p (B, Hkv, R, n) times the n coded values: (B, Hkv, R, d)."""
-    V = codec.decode(codes).float()  # (B, Hkv, n, d)
-    return torch.stack([(of_head[..., None] * V).sum(2) for of_head in p.unbind(2)], dim=2)
+    blocks = codec.pieces(codes, 0)
+    of_blocks = []
+    for p_block, pieces in zip(p.chunk(len(blocks), dim=1), blocks):
+        tokens = pieces[0].shape[2:-1]
+        of_heads = []
+        for of_head in p_block.unbind(2):  # (B, heads, n)
+            of_head = of_head.view(*of_head.shape[:2], *tokens, 1)  # (B, heads, tokens, 1)
+            sums = [(of_head * x).flatten(2, -2).sum(2) for x in pieces]  # (B, heads, w) each
+            of_heads.append(torch.cat(sums, dim=-1))  # (B, heads, d)
+        of_blocks.append(torch.stack(of_heads, dim=2))
+    out = torch.cat(of_blocks, dim=1)
+    return out if codec.rotation is None else out @ codec.rotation
 
 
 COMPILED = {function: torch.compile(function) for function in (scores, outputs)}

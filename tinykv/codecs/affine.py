@@ -21,10 +21,12 @@ is also at least 2^-13 of the group's largest |x|, which keeps |z| below about 2
 more precise than such a step. The papers have no such floor. A clip of z to 1e4 instead would decode a constant group
 of 1.0 to 0.1. KVSink's equations also clip max and min; here neither is clipped.
 """
+import math
+
 import torch
 from torch.nn.functional import pad
 
-from tinykv.codecs.base import Codec, Codes, channel_ranges, known_bits, pack, unpack
+from tinykv.codecs.base import Codec, Codes, channel_ranges, known_bits, pack, pieces_of, unpack
 
 FORMULAS = ("offset", "integer-zero")
 
@@ -95,6 +97,24 @@ class Affine(Codec):
             g -= z
             g *= s
         return rows if r else self.from_groups(g, n)  # a last group that is not full has no token after it
+
+    def pieces(self, codes, width):
+        n = codes.packed.shape[2]
+        if n % self.tokens_per_group:  # the last group is not full
+            return super().pieces(codes, width)
+        grid, packed = self if self.static else codes, codes.packed  # (B, Hkv, n, bytes)
+        s, z = grid.scale.float(), grid.zero.float()
+        if self.axis == "channel":
+            packed = packed.unflatten(2, (s.shape[-3], self.group or n))  # (B, Hkv, n/G, G, bytes)
+        else:
+            width = math.gcd(width, self.group)
+        pieces = []
+        for i, code in pieces_of(packed, self.bits, self.width, width):
+            # the grid of these channels: (B, Hkv, n, 1) or (B, Hkv, n/G, 1, w)
+            own = (..., i // self.group, slice(None)) if self.axis == "token" else (..., slice(i, i + code.shape[-1]))
+            s_own, z_own = s[own], z[own]
+            pieces.append(code * s_own + z_own if self.formula == "offset" else (code - z_own) * s_own)
+        return [pieces]
 
     def grid(self, lo, hi):
         """The range of each group -> scale and zero point, in the 16 bits that are stored."""

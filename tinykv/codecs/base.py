@@ -49,6 +49,7 @@ class Codes:
 
 # Packing
 
+PIECE = 16  # neighbours of a row that a compiled loop decodes at a time, at most: fp32 numbers of a vector register
 WORDS = torch.int64, torch.int32, torch.int16, torch.uint8  # `unpack` takes the widest that divides a row
 
 
@@ -129,6 +130,28 @@ def unpack(packed, bits, n):
     return codes
 
 
+def pieces_of(packed, bits, n, width):
+    """The n codes of each row, a piece of neighbours at a time: the first one's index, and codes (..., w) int32.
+
+    Where `unpack` writes all codes to memory, a compiled loop has these in registers. packed (..., bytes of a row). No
+    piece crosses a multiple of `width`.
+    """
+    parts = sections(n, bits)
+    w = math.gcd(PIECE, width, *(part.size for part in parts))
+    if w < 4 or bits == TERNARY:  # neighbours lie in different bytes, or no shift takes them apart
+        codes, w = unpack(packed, bits, n).int(), math.gcd(PIECE, width)
+        for i in range(0, n, w):
+            yield i, codes[..., i:i + w]
+        return
+    for i in range(0, n, w):
+        code = 0
+        for part in parts:
+            plane, first = divmod(i, part.size)
+            byte = packed[..., part.first + first:part.first + first + w].int()  # (..., w)
+            code = code | (byte >> plane * part.bits & largest_code(part.bits)) << part.low
+        yield i, code
+
+
 def factors_of(bits):
     """What each code of a byte is multiplied by: [1, 4, 16, 64] for 2 bits."""
     if bits == TERNARY:
@@ -167,6 +190,7 @@ class Codec:
     needs_gradient = False  # True: `fit` is given the gradient of the loss
     joins = False  # True: `decode` also takes the recent rows and appends them, which saves a copy
     fuses = True  # False: `decode` looks numbers up one by one, so a compiled loop of it is no faster
+    rotation = None  # (d, d), its own inverse: `pieces` are of rows times it, so a query times it reads them
     tables = ()  # names of the tensors that `fit` sets (None before it): only these are restored and counted
 
     def fit(self, rows, kept, gradient=None, seed=0):
@@ -184,6 +208,13 @@ class Codec:
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d), in any floating-point type."""
         raise NotImplementedError
+
+    def pieces(self, codes, width):
+        """What `decode` gives, as a compiled loop reads it: for each block of heads a list of pieces (B, heads, tokens,
+        w), in the channels' order. No piece crosses a multiple of `width`. tokens: n, or groups and tokens of a group.
+        """
+        x = self.decode(codes).float()  # (B, Hkv, n, d)
+        return [x.split(width or x.shape[-1], dim=-1)]
 
     def decode_before(self, recent, codes, n):
         """The n decoded tokens, then recent rows (B, Hkv, r, d): (B, Hkv, n + r, d), in the wider type of the two."""
@@ -228,6 +259,12 @@ def to_rows(x):
 def to_heads(rows, width):
     """The inverse: rows (B, T, C) -> (B, Hkv, T, d), d = width."""
     return rows.unflatten(-1, (-1, width)).transpose(1, 2)
+
+
+def by_heads(pieces, heads):
+    """Pieces of rows of all heads -> `Codec.pieces`: those of each head."""
+    n = len(pieces) // heads
+    return [pieces[i:i + n] for i in range(0, len(pieces), n)]
 
 
 class Pair(NamedTuple):

@@ -29,12 +29,13 @@ Paper and practice.
 - 1.5 bits are three levels, five to a byte: 1.6 bits stored, where the released packing takes 2.
 """
 import itertools
+import math
 from typing import Annotated
 
 import torch
 
 from tinykv import UserError, at_least, one_of
-from tinykv.codecs.base import Codec, Codes, channel_ranges, known_bits, pack, to_heads, to_rows, unpack
+from tinykv.codecs.base import Codec, Codes, by_heads, channel_ranges, known_bits, pack, pieces_of, to_heads, to_rows, unpack
 from tinykv.kmeans import kmeans, nearest
 
 #           type, smallest scale, largest number
@@ -87,6 +88,18 @@ class ClippedGroups(Codec):
         h, z = codes.scale[:, 0], codes.zero[:, 0]  # (B, T, n) both
         rows = self.dequantize(code, h, z)  # (B, T, C)
         return to_heads(rows, self.width)
+
+    def pieces(self, codes, width):
+        h, z = codes.scale.float(), codes.zero.float()  # (B, 1, T, n) both
+        pieces = []
+        for i, code in pieces_of(codes.packed, self.bits, self.channels, math.gcd(width, self.width)):
+            group = self.group[i:i + code.shape[-1]]  # (w): a channel has what its group has
+            h_own, z_own = h[..., :1], z[..., :1]  # (B, 1, T, 1) both
+            for g in range(1, h.shape[-1]):
+                h_own = torch.where(group == g, h[..., g:g + 1], h_own)  # (B, 1, T, w)
+                z_own = torch.where(group == g, z[..., g:g + 1], z_own)  # (B, 1, T, w)
+            pieces.append(code * h_own + z_own)
+        return by_heads(pieces, self.channels // self.width)
 
     # The clipped grid
 
@@ -141,8 +154,6 @@ class ClippedGroups(Codec):
         # a product with zeros and a single one: a channel has what its group has. It is faster than looking that up
         group = torch.arange(of_groups.shape[-1], device=of_groups.device)[:, None]  # (n, 1)
         is_member = (group == self.group).float()  # (n, C)
-        if torch.compiler.is_compiling():  # terms of a loop: what a product of matrices gives is written to memory
-            return sum(x[..., None] * one for x, one in zip(of_groups.float().unbind(-1), is_member))
         return of_groups.float() @ is_member
 
     def ranges(self, rows, ignore=None):
