@@ -69,7 +69,8 @@ def outputs(p, codec, codes):
     return out if codec.rotation is None else out @ codec.rotation
 
 
-COMPILED = {function: torch.compile(function) for function in (scores, outputs)}
+COMPILED = {(function, simdlen): torch.compile(function, options={"cpp.simdlen": simdlen})
+            for function in (scores, outputs) for simdlen in (None, 256)}
 
 
 # every codec gets a loop of its own, in which its numbers are constants: none grows general because others differ
@@ -84,15 +85,14 @@ def run(function, x, rows, *tables):
         torch._dynamo.maybe_mark_dynamic(table, 0)
     if function is outputs:
         torch._dynamo.maybe_mark_dynamic(x, 3)
-    return COMPILED[function](x, rows.codec, rows.codes, *tables)
+    return COMPILED[function, rows.codec.simdlen](x, rows.codec, rows.codes, *tables)
 
 
 class CompiledLayer(LayerCache):
-    """A layer whose `update` returns, for one new token of each sequence, the attention's output (B, H, 1, d). (Where
-    the codec looks its numbers up, keys and values, as ever.)"""
+    """A layer whose `update` returns, for one new token of each sequence, the attention's output (B, H, 1, d)."""
 
     def for_attention(self, q, seen):
-        if q.shape[2] > 1 or not self.keys.codec.fuses:
+        if q.shape[2] > 1:
             return self.read()
         H, Hkv, d = q.shape[1], self.keys.recent.shape[1], q.shape[3]
         q = self.rope.rotate(q, seen)  # (B, H, 1, d)

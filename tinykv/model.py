@@ -138,7 +138,7 @@ class Attention(nn.Module):
     fused      torch's own kernel, which computes the same
     triton     the cache computes it from its packed codes; only a TritonCache can (triton_cache.py)
     compiled   a CompiledCache computes it for a single new token, in loops that torch compiles (compiled_cache.py);
-               several new tokens, and codes that are looked up, take the fused lines
+               several new tokens take the fused lines
     """
 
     def __init__(self, config):
@@ -173,8 +173,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x)  # (B, H, T, d), (B, Hkv, T, d) twice, before RoPE
 
         one_token = x.shape[1] == 1 and cache is not None
-        if self.attention == "triton" or (
-                self.attention == "compiled" and one_token and cache.layers[layer].keys.codec.fuses):
+        if self.attention == "triton" or (self.attention == "compiled" and one_token):
             out = cache.attend(layer, q, k, v, seen)  # (B, H, T, d)
             return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, T, D)
 

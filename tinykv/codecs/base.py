@@ -189,7 +189,7 @@ class Codec:
     needs_text = False  # True: calibration has to call `fit` before the first text
     needs_gradient = False  # True: `fit` is given the gradient of the loss
     joins = False  # True: `decode` also takes the recent rows and appends them, which saves a copy
-    fuses = True  # False: `decode` looks numbers up one by one, so a compiled loop of it is no faster
+    simdlen = None  # bits of a register in a compiled loop; None: the compiler's choice
     rotation = None  # (d, d), its own inverse: `pieces` are of rows times it, so a query times it reads them
     tables = ()  # names of the tensors that `fit` sets (None before it): only these are restored and counted
 
