@@ -1,7 +1,11 @@
 """tinykv: every method of five papers on KV-cache quantization, small enough to read."""
 import difflib
 import importlib.util
+import os
 import sys
+
+# before torch is imported: its threads wait for each other asleep. Awake, they hold the cores that other programs need
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if sys.version_info < (3, 11):  # noqa: UP036
     print("tinykv needs Python 3.11 or newer; this is Python " + sys.version.split()[0], file=sys.stderr)
