@@ -1,10 +1,10 @@
 """The cache whose decoding step torch compiles: `--attention compiled`.
 
 A step of decoding reads every cached token once. To decode the codes, write the numbers to memory and read them again
-for the products takes longer than to read 16 bits. `torch.compile` makes one loop of a codec's `decode` and of the sums
-below: a number lives in a register, as in kernels.py, but without a kernel by hand. (Codes of less than a byte become
-bytes first, in a loop of their own.) It needs a C++ compiler on a CPU, and Triton on a GPU. What is compiled is
-`scores` and `outputs`: sums over coded keys, and over coded values.
+for the products takes longer than to read 16 bits. `torch.compile` makes one loop of a codec's `pieces` and of the sums
+below: up to 16 neighbours of a row live in a register, as in kernels.py, but without a kernel by hand. It needs a C++
+compiler on a CPU, and Triton on a GPU. What is compiled is `scores` and `outputs`: sums over coded keys, and over coded
+values.
 """
 import math
 from functools import lru_cache
