@@ -15,6 +15,7 @@ from tinykv import UserError, compiled_cache
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import Exact, Pair
+from tinykv.codecs.rotated import Rotated
 from tinykv.compiled_cache import COMPILED, CompiledCache, CompiledLayer, check_compiler
 from tinykv.evaluate import chunks_of
 from tinykv.methods.registry import METHODS
@@ -57,6 +58,14 @@ def test_a_layer_attends_to_what_it_reads(kept, rope, R, batch, recent, block, v
     pair = Pair(Affine(2, 16, "channel", 8) if block > 1 else Affine(3, 16), Affine(2, 16, group=8))
     same(pair, 2, R, batch, 40, rope=rope, recent=recent, block=block, v_block=v_block, kept=KEPT.get(kept),
          window=window)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("rope", ["pre", "post"])
+def test_rotated_rows(rope):
+    """A rotation of the query commutes with no RoPE of the keys."""
+    pair = Pair(Rotated(Affine(2, 16, "channel", 8), 16, scaled=True), Rotated(Affine(2, 16), 16))
+    same(pair, 2, 2, 2, 40, rope=rope, recent=5, block=8, kept=KEPT["heads apart"])
 
 
 @pytest.mark.usefixtures("few")
@@ -177,7 +186,8 @@ def test_a_codec_s_loop_is_its_own(monkeypatch):
     def graph_of(graph, inputs):
         found.append([type(x) for x in inputs].count(torch.SymInt))
         return graph.forward
-    monkeypatch.setattr(compiled_cache, "COMPILED", {key: compile_for_real(key[0], backend=graph_of) for key in COMPILED})
+    compiled = {key: compile_for_real(key[0], backend=graph_of) for key in COMPILED}
+    monkeypatch.setattr(compiled_cache, "COMPILED", compiled)
     codecs = [Affine(2, 16), Affine(3, 16, group=8), Affine(2, 16, "channel", 32), Affine(4, 16, "channel", 16)]
     for alone in (True, False):
         for codec in codecs:

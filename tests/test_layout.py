@@ -103,7 +103,7 @@ ARROWS = {
     "data/": {"hf", "files"},  # hf/hub.py downloads
     "hf/": {"cache", "files", "identity", "model"},
     "weights/": {"cache", "cli", "codecs", "model", "files", "shared_flags", "tables"},
-    "compiled_cache.py": {"cache", "model"},
+    "compiled_cache.py": {"cache", "codecs", "model"},
     "triton_cache.py": {"cache", "codecs", "methods", "model"},
     "shared_flags.py": {"codecs", "data", "files", "hf"},
     "plots.py": {"files"},

@@ -27,7 +27,7 @@ def scores(q, codec, codes, cos=None, sin=None):
     if codec.rotation is None or cos is None:
         blocks = codec.pieces(codes, d // 2)
         if codec.rotation is not None:
-            q = q @ codec.rotation
+            q = q @ codec.rotation.to(q)
     else:  # RoPE turns the keys themselves
         blocks = Codec.pieces(codec, codes, d // 2)
     if cos is not None:
@@ -66,7 +66,7 @@ def outputs(p, codec, codes):
             of_heads.append(torch.cat(sums, dim=-1))  # (B, heads, d)
         of_blocks.append(torch.stack(of_heads, dim=2))
     out = torch.cat(of_blocks, dim=1)
-    return out if codec.rotation is None else out @ codec.rotation
+    return out if codec.rotation is None else out @ codec.rotation.to(out)
 
 
 COMPILED = {(function, simdlen): torch.compile(function, options={"cpp.simdlen": simdlen})

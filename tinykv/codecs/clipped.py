@@ -35,7 +35,18 @@ from typing import Annotated
 import torch
 
 from tinykv import UserError, at_least, one_of
-from tinykv.codecs.base import Codec, Codes, by_heads, channel_ranges, known_bits, pack, pieces_of, to_heads, to_rows, unpack
+from tinykv.codecs.base import (
+    Codec,
+    Codes,
+    by_heads,
+    channel_ranges,
+    known_bits,
+    pack,
+    pieces_of,
+    to_heads,
+    to_rows,
+    unpack,
+)
 from tinykv.kmeans import kmeans, nearest
 
 #           type, smallest scale, largest number
