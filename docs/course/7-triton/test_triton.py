@@ -1,6 +1,7 @@
 """Assignment 7, Triton: kernels run in the interpreter, so cases are few and small.
 
 Around each tensor lies memory that a kernel must not touch; what lies behind a text is larger than anything in it."""
+import os
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 
 from docs.course.compiles import ASKED, BELOW
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
 pytest.importorskip("triton", reason="Triton runs on Linux; on Windows use WSL, or a notebook of Colab")
 points = pytest.mark.points
 
