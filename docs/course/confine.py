@@ -1,8 +1,11 @@
-"""The limits of the process in which a submission runs: its memory, time, files and system calls."""
+"""The limits of the process in which a submission runs: its memory, time, files and system calls.
+
+Landlock and seccomp serve any user, in containers too: `pip install landlock pyseccomp`. Bubblewrap, which needs user
+namespaces, is refused by Docker and by Ubuntu 24.04 as they are installed.
+"""
 import ctypes
 import errno
 import os
-import platform
 import signal
 import site
 import stat
@@ -19,69 +22,38 @@ try:
     import resource
 except ModuleNotFoundError:  # on Windows, where a student's own tests run, and nothing is graded
     resource = None
+try:
+    import landlock
+    import pyseccomp
+    landlock.landlock_abi_version()
+except (ImportError, RuntimeError, OSError):  # not installed, no libseccomp, or no Landlock
+    landlock = None
 
 MEMORY = 2 * 2 ** 30  # bytes that it may ask for
 SECONDS = 90  # of computing: each test of an assignment may run as long as a test may
 FILE_SIZE = 16 * 2 ** 20  # bytes of a file that it may write
-DISK = 256 * 2 ** 10  # KiB of all that it may hold there at once, looked at once a second
+DISK, FILES = 256 * 2 ** 10, 10_000  # KiB, and files, that it may hold there at once, looked at once a second
 
-# Linux's Landlock (landlock(7)): rights to files by folder, which a process gives up for good
-CREATE, ADD, RESTRICT = 444, 445, 446
-EXECUTE, WRITE, READ, LIST = 1, 2, 4, 8
-NO_NEW_PRIVILEGES, SECCOMP, FILTER = 38, 22, 2  # of prctl(2)
 # what Python reads; of /proc only what concerns the process itself: the grader's own command line has the seed
 PYTHONS = {"/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/passwd", "/etc/localtime", "/proc/self", "/proc/cpuinfo",
            "/proc/meminfo", "/sys/devices/system", "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom",
            sys.prefix, sys.base_prefix, site.getusersitepackages(), *site.getsitepackages()}
-
-# Machines whose system calls are known, with the number that a filter (seccomp(2)) knows them by
-MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Calls that Landlock leaves open: (number on x86_64, on aarch64). None where there is no such call
-REFUSED = [
-    # other processes: socket, io_uring_setup, shmget, semget, msgget, mq_open, add_key, request_key, keyctl, bpf
-    (41, 198), (425, 425), (29, 194), (64, 190), (68, 186), (240, 180), (248, 217), (249, 218), (250, 219), (321, 280),
-    # what a file is marked with, though it can only be read: chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown,
-    # fchownat, utime, utimes, futimesat, utimensat, and truncate
-    (90, None), (91, 52), (268, 53), (452, 452), (92, None), (93, 55), (94, None), (260, 54), (132, None), (235, None),
-    (261, None), (280, 88), (76, 45),
-    # the same: setxattr, lsetxattr, fsetxattr, removexattr, lremovexattr, fremovexattr, setxattrat, removexattrat,
-    # file_setattr
-    (188, 5), (189, 6), (190, 7), (197, 14), (198, 15), (199, 16), (463, 463), (466, 466), (469, 469),
-    # signals, and how another process is scheduled: kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo,
-    # pidfd_send_signal, setpriority, ioprio_set, sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr
-    (62, 129), (200, 130), (234, 131), (129, 138), (297, 240), (424, 424), (141, 140), (251, 30), (142, 118),
-    (144, 119), (203, 122), (314, 274),
-    # to leave the group that is killed: setsid, setpgid
-    (112, 157), (109, 154),
-]
-STARTS = [(57, None), (58, None)]  # fork, vfork
-CLONE, CLONE3, THREAD = (56, 220), (435, 435), 0x10000
-IOCTL, LIMITS = (16, 29), (302, 261)  # ioctl marks files, too; prlimit64 sets limits of any process
-
-
-def landlock():
-    """The version of the system's Landlock; 0 or less where there is none."""
-    if sys.platform != "linux":
-        return 0
-    return ctypes.CDLL(None).syscall(CREATE, None, ctypes.c_size_t(0), 1)
-
-
-def seccomp():
-    """Whether system calls can be refused: the system asks for a filter, and this machine's numbers are known."""
-    if sys.platform != "linux" or platform.machine() not in MACHINES:
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(SECCOMP, FILTER, 0, 0, 0)
-    return ctypes.get_errno() == errno.EFAULT
+# calls that Landlock leaves open: other processes; what a file is marked with; signals, and another's turn; to leave
+# the group that is killed. By number, the same on all machines, what libseccomp may not know: fchmodat2, setxattrat,
+# removexattrat, file_setattr
+REFUSED = """socket io_uring_setup shmget semget msgget mq_open add_key request_key keyctl bpf
+    chmod fchmod fchmodat chown fchown lchown fchownat utime utimes futimesat utimensat truncate
+    setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr 452 463 466 469
+    kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal
+    setpriority ioprio_set sched_setparam sched_setscheduler sched_setaffinity sched_setattr setsid setpgid""".split()
+THREAD = 0x10000  # a flag of clone
 
 
 def hole(root):
     """Why `confine` cannot hide a repository, or what is written while grading, in words; "" if it can."""
-    if landlock() < 1:
-        return ("this system has no Landlock (Linux has it from 5.13 on, unless a container forbids it), so a "
-                "submission has all of your rights, and can read the answers")
-    if not seccomp():
-        return "this system refuses no system calls (seccomp), so a submission can leave processes behind"
+    if landlock is None:
+        return ("there is no Landlock (Linux from 5.13 on), libseccomp, landlock or pyseccomp (`pip install landlock "
+                "pyseccomp`), so a submission has all of your rights, and can read the answers")
     for what in (root, gettempdir()):
         for path in PYTHONS:
             if Path(what).resolve().is_relative_to(Path(path).resolve()):
@@ -99,71 +71,37 @@ def confine(folder, readable=(), seconds=SECONDS, starts=False):
         return
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
-    libc = ctypes.CDLL(None)
-    libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24))  # what root may do besides; this version has 64 of them
-    libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    # a system without them: the copy of the repository has no answers all the same
-    if landlock() >= 1:
-        restrict_files(libc, folder, readable)
-    if seccomp():
-        refuse_calls(libc, starts)
+    # what root may do besides; this version has 64 of them
+    ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
+    if landlock is not None:  # without it, the copy of the repository has no answers all the same
+        restrict_files(folder, readable)
+        refuse_calls(starts)
 
 
-def restrict_files(libc, folder, readable):
-    version = landlock()
-    files = 2 ** (13 if version < 2 else 14 if version < 3 else 15) - 1  # all rights to files that it knows
-    network, others = (3 if version >= 4 else 0), (3 if version >= 6 else 0)  # TCP; signals and sockets
-    rules = struct.pack("QQQ", files, network, others)[:8 if version < 4 else 16 if version < 6 else 24]
-    ruleset = libc.syscall(CREATE, rules, ctypes.c_size_t(len(rules)), 0)
-    for path in [*PYTHONS, *readable]:
-        allow(libc, ruleset, path, EXECUTE | READ | LIST)
-    allow(libc, ruleset, "/dev/null", READ | WRITE)
-    allow(libc, ruleset, folder, files)
-    if libc.syscall(RESTRICT, ruleset, 0):
-        raise OSError("Landlock refuses")
-    os.close(ruleset)
+def restrict_files(folder, readable):
+    ctypes.set_errno(0)  # landlock takes an earlier call's error for its own
+    rights, rules = landlock.FSAccess, landlock.Ruleset()
+    for path in filter(os.path.exists, [*PYTHONS, *readable]):
+        folders = rights.READ_DIR if os.path.isdir(path) else rights(0)
+        rules.allow(path, rules=rights.EXECUTE | rights.READ_FILE | folders)
+    rules.allow("/dev/null", rules=rights.READ_FILE | rights.WRITE_FILE)
+    rules.allow(folder)
+    rules.apply()
 
 
-def allow(libc, ruleset, path, rights):
-    if not os.path.exists(path):
-        return
-    if not os.path.isdir(path):
-        rights &= EXECUTE | WRITE | READ  # Landlock refuses a rule that gives a file the rights of a folder
-    file = os.open(path, os.O_PATH)
-    refused = libc.syscall(ADD, ruleset, 1, struct.pack("=Qi", rights, file), 0)
-    os.close(file)
-    if refused:
-        raise OSError(f"Landlock refuses a rule for {path}")
-
-
-def refuse_calls(libc, starts):
-    """A filter of calls. Each line of it: an instruction, how many lines to skip if it is true, and if not, a value."""
-    load, equal, at_least, any_bit, mask, result = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-    number, machine, first, second = 0, 4, 16, 24  # where a call's data are: the low halves of its arguments
-    killed, allowed = 0x80000000, 0x7FFF0000
-
-    def refusal(error):
-        return result, 0, 0, 0x50000 + error
-
-    column = list(MACHINES).index(platform.machine())
-    lines = [(load, 0, 0, machine), (equal, 1, 0, MACHINES[platform.machine()]), (result, 0, 0, killed),
-             (load, 0, 0, number), (at_least, 0, 1, 0x40000000), (result, 0, 0, killed)]  # of a third kind, x32
-    for call in REFUSED + STARTS * (not starts):
-        if call[column] is not None:
-            lines += [(equal, 0, 1, call[column]), refusal(errno.EPERM)]
+def refuse_calls(starts):
+    calls, refused, arg = pyseccomp.SyscallFilter(pyseccomp.ALLOW), pyseccomp.ERRNO(errno.EPERM), pyseccomp.Arg
+    for call in REFUSED:
+        calls.add_rule(refused, int(call) if call.isdigit() else call)
     if not starts:  # without clone3, which hides its flags, threads take clone
-        lines += [(equal, 0, 1, CLONE3[column]), refusal(errno.ENOSYS)]
-        lines += [(equal, 0, 4, CLONE[column]), (load, 0, 0, first), (any_bit, 1, 0, THREAD), refusal(errno.EPERM),
-                  (result, 0, 0, allowed)]
-    lines += [(equal, 0, 4, LIMITS[column]), (load, 0, 0, first), (equal, 1, 0, 0), refusal(errno.EPERM),
-              (result, 0, 0, allowed)]
-    # of ioctl only what a terminal is asked
-    lines += [(equal, 0, 4, IOCTL[column]), (load, 0, 0, second), (mask, 0, 0, 0xFFFFFF00), (equal, 1, 0, 0x5400),
-              refusal(errno.EPERM), (result, 0, 0, allowed)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in lines))
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(lines), ctypes.addressof(code)))
-    if libc.prctl(SECCOMP, FILTER, program, 0, 0):
-        raise OSError("seccomp refuses")
+        calls.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
+        calls.add_rule(refused, "clone", arg(0, pyseccomp.MASKED_EQ, THREAD, 0))
+        for call in ("fork", "vfork"):
+            calls.add_rule(refused, call)
+    calls.add_rule(refused, "prlimit64", arg(0, pyseccomp.NE, 0))  # another's limits
+    for test, bound in ((pyseccomp.LT, 0x5400), (pyseccomp.GE, 0x5500)):  # of ioctl only what a terminal is asked
+        calls.add_rule(refused, "ioctl", arg(1, test, bound))
+    calls.load()
 
 
 # Such a process, seen from outside
@@ -185,8 +123,9 @@ def run(words, given, seconds, root, folder):
                 process.communicate(given, 1)
                 return True
             given = None  # it has been sent
-            held = subprocess.run(["du", "-sk", folder], capture_output=True, text=True).stdout
-            if int(held.split()[0]) > DISK:
+            sums = (subprocess.run(["du", *what, folder], capture_output=True, text=True).stdout
+                    for what in (["-sk"], ["-s", "--inodes"]))
+            if any(int(held.split()[0]) > most for held, most in zip(sums, (DISK, FILES))):
                 break
         return False
     finally:
