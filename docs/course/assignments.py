@@ -12,7 +12,7 @@ from tinykv.files import check_regular
 ROOT = Path(__file__).parents[2]
 LARGEST = 2 ** 20  # bytes of a submission
 
-OF_INSTRUCTORS = ("answer.py", "answers.md", "authors.md", "workflow.yml", "hunt.py", "adapters.py", "similar.py",
+OF_INSTRUCTORS = ("answer.py", "answers.md", "authors.md", "workflow.yml", "hunt.py", "gradescope.py", "similar.py",
                   "notebook.py", "handout.py", "AGENTS.md")
 ALL = None  # every function of a file but the constructors
 ANSWERS = {  # by assignment, where the project's own code is the answer: {file: its functions}
