@@ -12,8 +12,8 @@ from tinykv.files import check_regular
 ROOT = Path(__file__).parents[2]
 LARGEST = 2 ** 20  # bytes of a submission
 
-OF_INSTRUCTORS = ("answer.py", "answers.md", "authors.md", "workflow.yml", "hunt.py", "gradescope.py", "similar.py",
-                  "notebook.py", "handout.py", "AGENTS.md")
+OF_INSTRUCTORS = ("answer.py", "answers.md", "authors.md", "instructors.md", "workflow.yml", "hunt.py", "gradescope.py",
+                  "similar.py", "notebook.py", "handout.py", "AGENTS.md")
 ALL = None  # every function of a file but the constructors
 ANSWERS = {  # by assignment, where the project's own code is the answer: {file: its functions}
     "affine": {"tinykv/codecs/affine.py": ALL,

@@ -42,13 +42,14 @@ def shorter(number):
     return float(f"{number:.7g}") if isinstance(number, float) else number
 
 
-def difference(given, right, tolerance, place=""):
+def difference(given, right, tolerance, names="", path=()):
     """What is wrong with a noted value, in words; "" if nothing is. tolerance: of a float, relative to the largest that
-    it stands with. place: where it stands in the value that is compared."""
+    it stands with. names: as `place_of` takes them. path: where it stands in the lists that are compared."""
+    place = place_of(path, names)
     if isinstance(right, list):
         if not isinstance(given, list) or len(given) != len(right):
             return f"{place}It has to be {kind(right)}; yours is {kind(given)}."
-        parts = ((g, r, tolerance, f"{place}Value {i} of {len(right)}. ") for i, (g, r) in enumerate(zip(given, right)))
+        parts = ((g, r, tolerance, names, (*path, i)) for i, (g, r) in enumerate(zip(given, right)))
         return next(filter(None, (difference(*part) for part in parts)), "")
     if isinstance(right, dict):
         if not fits(given, right):
@@ -63,6 +64,16 @@ def difference(given, right, tolerance, place=""):
         return ""
     types = [f" of type {type(value).__name__}" if given == right else "" for value in (given, right)]
     return f"{place}Yours is {kind(given)}{types[0]}; right is {kind(right)}{types[1]}."
+
+
+def place_of(path, names):
+    """Where a value stands in lists in lists, in words. names: of the first levels, what a value there is called, or by
+    `|` each of them: of "keys|values, text" the path (1, 0, 2) is "Values, text 0, value [2]: "."""
+    levels = names.split(", ") if names else []
+    said = [level.split("|")[i] if "|" in level else f"{level} {i}" for level, i in zip(levels, path)]
+    if rest := path[len(said):]:
+        said.append(f"value {''.join(f'[{i}]' for i in rest)}, counted from 0")
+    return ", ".join(said).capitalize() + ": " * bool(said)
 
 
 def fits(given, right):
@@ -115,7 +126,9 @@ def called(function, given):
 
 
 def told(value):
-    """A value, in words; of a large tensor how it begins, for `short`."""
+    """A value, in words; of a large tensor how it begins, for `short`, and of a model its class."""
+    if isinstance(value, torch.nn.Module) or type(value).__repr__ is object.__repr__:
+        return type(value).__name__
     if isinstance(value, torch.Tensor) and value.numel() > MOST:
         return f"{value.flatten()[:MOST + 1].tolist()} of shape {list(value.shape)}"
     if isinstance(value, (list, tuple)):

@@ -143,7 +143,7 @@ def told(error):
 def kernels_in(tests):
     """KERNELS of an assignment's tests; none of one without kernels."""
     for node in ast.parse(tests.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "KERNELS":
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "KERNELS":
             return ast.literal_eval(node.value)
     return {}
 

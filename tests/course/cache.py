@@ -15,6 +15,13 @@ WRONG = {
     "needs_n_tokens": ("torch.arange(min(self.preserve, layer.length))", "torch.arange(self.preserve)"),
     "forgets_the_batch": ("first.repeat(layer.keys.recent.shape[0], 1)", "first[None]"),
     "an_empty_tensor": ("if self.preserve == 0:", "if False:"),
+    "remembers_a_text_in_the_method": (
+        "        first = torch.arange(min(self.preserve, layer.length))\n"
+        "        return first.repeat(layer.keys.recent.shape[0], 1)",
+        "        if getattr(self, 'first', torch.empty(0, 0)).shape[1] < self.preserve:\n"
+        "            first = torch.arange(min(self.preserve, layer.length))\n"
+        "            self.first = first.repeat(layer.keys.recent.shape[0], 1)\n"
+        "        return self.first"),
     "a_copy_only_where_there_are_gaps": ("self.recent = newer.clone()", "self.recent = newer.contiguous()"),
     "a_copy_only_of_something": (".recent = newer.clone()", ".recent = newer.clone() if newer.shape[2] else newer"),
     "kept_rows_that_keep_all_alive": (

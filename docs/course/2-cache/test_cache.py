@@ -88,7 +88,8 @@ def test_page(sub, rng, same):
                           "adding positions.")
                 held = [[cache.recent[layer, kind], list(map(list, cache.blocks[layer, kind]))] for kind in "kv"]
                 same([cache.expect(None), held], f"{tried}: the length; of keys and of values the recent rows, and "
-                     "each block's codes, scale and zero")
+                     "each block's codes, scale and zero",
+                     names="length|held, keys|values, recent rows|blocks, block, codes|scale|zero")
             seen += chunk
         same(cache.bits(), f"recent = {recent}, block = {block}: bits of a number after {seen} tokens", 1e-5)
 
@@ -234,7 +235,7 @@ def test_update(sub, rng, same):
                       f"text {i % 2}.")
             same([layer.length, layer.method.asked, state(layer.keys), state(layer.values)], "After that: length; when "
                  "method.keep was asked (n, length, n_coded, recent keys, recent values); what is read, held and "
-                 "ignored of keys and of values")
+                 "ignored of keys and of values", names="length|keep|keys|values")
 
 
 # Task 3
@@ -243,14 +244,15 @@ def test_update(sub, rng, same):
 def test_pfn(sub, rng, same):
     """PFN.keep: the first N tokens of each sequence"""
     for N in (0, 1, 3, rng.randint(4, 40)):
-        for length, n in ((2, 2), (8, 1), (rng.randint(8, 40), 5)):
-            layer = sub.Layer(Coarse(), Coarse(), sub.PFN(N), "stream")
+        method = sub.PFN(N)  # for three texts: it stores nothing about one
+        for B, length, n in ((3, 2, 2), (2, 8, 1), (3, rng.randint(8, 40), 5)):
+            layer = sub.Layer(Coarse(), Coarse(), method, "stream")
             layer.length = length
-            layer.keys.recent = torch.zeros(3, 2, max(n, length - 3), 4, dtype=torch.float16)
+            layer.keys.recent = torch.zeros(B, 2, max(n, length - 3), 4, dtype=torch.float16)
             layer.keys.n_coded = layer.values.n_coded = length - layer.keys.recent.shape[2]
-            given = layer.method.keep(layer, n)
+            given = method.keep(layer, n)
             same(given if given is None else given.sort(-1).values, f"PFN with N = {N}, asked about {n} of {length} "
-                 "tokens of 3 sequences: positions, sorted")
+                 f"tokens of {B} sequences: positions, sorted")
 
 
 @points(5)

@@ -132,7 +132,8 @@ def blocks_of(method, keys, blocks, same, hint, newer=2):
         unchanged = [x is None or getattr(rows, name).equal(x) for name, x in vars(before).items() if name != "n_coded"]
         told = f"{hint} p = {method.preserve}, E = {method.extra_pool}; scores by sequence and head {scores}; blocks "
         told += f"of {blocks}, now tokens {rows.n_coded} to {rows.n_coded + n - 1}: "
-        same([pools(given, method.preserve), unchanged], told + "both pools, sorted; whether the keys are unchanged")
+        same([pools(given, method.preserve), unchanged], told + "both pools, sorted; whether the keys are unchanged",
+             names="kept|whether the keys are unchanged, text, head, pool|extra pool, place")
         same([given.is_floating_point(), list(given.shape[:2])], told + "whether positions are floats; B and Hkv")
         rows.kept_positions = given
         index = given.long()[..., None].expand(B, H, -1, D)
@@ -192,7 +193,8 @@ def test_layers_without_a_pool(sub, rng, same):
             rows = SimpleNamespace(n_coded=0, kept_positions=None, kept_rows=None,
                                    recent=keys_with(rng, rng.of(range(3, 60), 1, 2, 6)))
             given = method.keep_keys(SimpleNamespace(layer=layer, keys=rows, values=rows, length=6), 4)
-            same(pools(given, p), f"keep_keys in layer {layer} with p = {p} and skip_layers = {skip_layers}")
+            same(pools(given, p), f"keep_keys in layer {layer} with p = {p} and skip_layers = {skip_layers}",
+                 names="text, head, pool|extra pool, place")
 
 
 @points(4)
