@@ -7,10 +7,11 @@
 
 In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 """
-from tinykv import cli, hf
+from tinykv import hf
 from tinykv.evaluate import measure
-from tinykv.run import flags, ranks, settings, table
-from tinykv.run.entries import attempt, build_entries, calibrate_all, check_entries
+from tinykv.lab import cli
+from tinykv.lab.run import flags, ranks, settings, table
+from tinykv.lab.run.entries import attempt, build_entries, calibrate_all, check_entries
 
 
 def evaluate(args):

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, cli, hf, shared_flags
-from tinykv.data import load_windows
-from tinykv.data.chats import SYSTEM, load_chats
+from tinykv import UserError, hf
 from tinykv.evaluate import measure
-from tinykv.files import load_tensors, save_tensors
+from tinykv.hf.files import load_tensors, save_tensors
+from tinykv.lab import cli, shared_flags
+from tinykv.lab.data import load_windows
+from tinykv.lab.data.chats import SYSTEM, load_chats
+from tinykv.lab.prefixes import FORMAT, fill_prefix, open_prefix, save_prefix
+from tinykv.lab.tables import Tables, fingerprint, hash_of
+from tinykv.lab.weights import restore
+from tinykv.lab.weights.command import add_weights, quantized_blocks, quantizers_of, weights_label
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
-from tinykv.prefixes import FORMAT, fill_prefix, open_prefix, save_prefix
-from tinykv.tables import Tables, fingerprint, hash_of
-from tinykv.weights import restore
-from tinykv.weights.command import add_weights, quantized_blocks, quantizers_of, weights_label
 
 STATE = "tinykv-training"  # what the file of a run says that it is
 

@@ -25,13 +25,13 @@ from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs.schemes import SCHEMES
+from tinykv.lab.run.settings import load_class, settings_of
 from tinykv.methods.base import CodecMethod
 from tinykv.methods.calibrated import shapes_of
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run.settings import load_class, settings_of
 
 VOCAB, D, L, H, d = 41, 32, 2, 4, 16
 MARK, CHANNEL = VOCAB - 1, 5  # the token with the planted outlier, and the outlier's channel

@@ -27,7 +27,7 @@ def check_one(name, built_in, like):
     """UserError if a class of --method has not the settings of --as, or cannot be made."""
     from cases import SETTINGS, model_of
 
-    from tinykv.run.settings import load_class, settings_of
+    from tinykv.lab.run.settings import load_class, settings_of
     cls = load_class(name)
     settings = settings_of(cls)
 

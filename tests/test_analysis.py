@@ -1,4 +1,4 @@
-"""What `tinykv.analysis` measures, against the papers' formulas in numpy.
+"""What `tinykv.lab.analysis` measures, against the papers' formulas in numpy.
 
 The model is small and random, has grouped queries, and sees all tokens or a sliding window. What its linear layers give
 comes from PyTorch's hooks; rotation, attention, grids and averages are computed anew here.
@@ -14,14 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinykv.analysis import anchors, bias, cosine, errors, keys, norms, outliers, prefix, sinks, widths
-from tinykv.analysis.walk import Text, mean, recorded, rows_of, walk
 from tinykv.cache import KVCache
+from tinykv.lab.analysis import anchors, bias, cosine, errors, keys, norms, outliers, prefix, sinks, widths
+from tinykv.lab.analysis.walk import Text, mean, recorded, rows_of, walk
+from tinykv.lab.weights import RTN, quantize
+from tinykv.lab.weights.linear import LINEARS
 from tinykv.methods import antkv
 from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.model import Llama, LlamaConfig
-from tinykv.weights import RTN, quantize
-from tinykv.weights.linear import LINEARS
 
 L, H, HKV, D, T, W = 3, 4, 2, 4, 22, 2
 SINKS = [[0, 9], [4]]  # of each window

@@ -1,5 +1,5 @@
-"""What `python -m tinykv.analysis` prints, draws and writes, and how figures look; the numbers themselves are tested in
-test_analysis.py."""
+"""What `python -m tinykv.lab.analysis` prints, draws and writes, and how figures look; test_analysis.py tests the
+numbers themselves."""
 import json
 import re
 from pathlib import Path
@@ -9,11 +9,12 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from tinykv import cli, hf, plots, shared_flags
-from tinykv.analysis import __main__ as command
-from tinykv.analysis import anchors, outliers, page, walk
-from tinykv.data.windows import load_windows
-from tinykv.run import comparisons
+from tinykv import hf
+from tinykv.lab import cli, plots, shared_flags
+from tinykv.lab.analysis import __main__ as command
+from tinykv.lab.analysis import anchors, outliers, page, walk
+from tinykv.lab.data.windows import load_windows
+from tinykv.lab.run import comparisons
 
 PNG = b"\x89PNG"
 

@@ -16,11 +16,11 @@ import torch
 from matplotlib.colors import to_rgb
 
 from tinykv import UserError
-from tinykv.analysis import page
-from tinykv.analysis.sinks import sink_scores
-from tinykv.analysis.walk import walk
 from tinykv.cache import KVCache
-from tinykv.data.questions import Questions, read_questions
+from tinykv.lab.analysis import page
+from tinykv.lab.analysis.sinks import sink_scores
+from tinykv.lab.analysis.walk import walk
+from tinykv.lab.data.questions import Questions, read_questions
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 

@@ -11,9 +11,9 @@ from chance import First, Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinykv.analysis.anchors import damage
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
+from tinykv.lab.analysis.anchors import damage
 from tinykv.methods import antkv
 from tinykv.methods.antkv import AnTKV, anchor_scores, attention_tiles, equation_5
 from tinykv.tracing import Trace

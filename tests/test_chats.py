@@ -11,8 +11,8 @@ from test_cli import refused
 
 import train_intact
 from tinykv import UserError, hf
-from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.hf import EMBEDDED
+from tinykv.lab.data.chats import SYSTEM, load_chats
 
 CHATS = [
     [("Where does Ada live?", "Ada lives in the red house."), ("Why?", "She likes it.")],

@@ -18,11 +18,11 @@ from test_model import tiny as tiny_llama
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.hf.config import config_fields, parse_config
+from tinykv.lab.tables import fingerprint
+from tinykv.lab.weights import quantize
+from tinykv.lab.weights.rtn import RTN
 from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig
-from tinykv.tables import fingerprint
-from tinykv.weights import quantize
-from tinykv.weights.rtn import RTN
 
 PIECES = REFERENCES / "tokenizer_model" / "tokenizer.model"
 JSON = REFERENCES / "tokenizer_json" / "tokenizer.json"

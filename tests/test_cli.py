@@ -14,20 +14,21 @@ import pytest
 import torch
 
 import eval_ppl
-from tinykv import cli, hf, shared_flags, tables
+from tinykv import hf
 from tinykv.calibrate import calibrate
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.schemes import SCHEMES
-from tinykv.data import load_windows
-from tinykv.differences import delta_error, paired
 from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
+from tinykv.lab import cli, shared_flags, tables
+from tinykv.lab.data import load_windows
+from tinykv.lab.differences import delta_error, paired
+from tinykv.lab.run import entries, flags
+from tinykv.lab.run.entries import build_entries
+from tinykv.lab.run.settings import flags_of, settings_of
+from tinykv.lab.weights import QUANTIZERS
+from tinykv.lab.weights import command as command_of_weights
 from tinykv.methods.registry import METHODS
-from tinykv.run import entries, flags
-from tinykv.run.entries import build_entries
-from tinykv.run.settings import flags_of, settings_of
-from tinykv.weights import QUANTIZERS
-from tinykv.weights import command as command_of_weights
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--context", "32", "--windows", "2", "--calib-windows", "2"]
@@ -406,7 +407,8 @@ def test_where_the_disk_is_full_the_table_is_printed(command, monkeypatch, tmp_p
 
 
 def test_a_terminal_that_knows_ascii_alone(tmp_path):
-    (tmp_path / "short.py").write_text('from tinykv import cli\nwith cli.one_line(cli.Parser()):\n    print("\\u6f22")')
+    program = 'from tinykv.lab import cli\nwith cli.one_line(cli.Parser()):\n    print("\\u6f22")'
+    (tmp_path / "short.py").write_text(program)
     done = subprocess.run([sys.executable, tmp_path / "short.py"], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\u6f22\n", "")

@@ -11,13 +11,14 @@ from conftest import compile_for_real
 from told import expected, logits_of, method_of, reads_the_same, text_of, told_layer
 
 import eval_ppl
-from tinykv import UserError, compiled_cache
+from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import Exact, Pair
 from tinykv.codecs.rotated import Rotated
-from tinykv.compiled_cache import COMPILED, CompiledCache, CompiledLayer, check_compiler
 from tinykv.evaluate import chunks_of
+from tinykv.lab import compiled_cache
+from tinykv.lab.compiled_cache import COMPILED, CompiledCache, CompiledLayer, check_compiler
 from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig, Rope
 

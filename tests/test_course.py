@@ -30,8 +30,8 @@ from docs.course import assignments, compare, compiles, confine, grade, gradesco
 from docs.course import conftest as course
 from docs.course.assignments import PAGE
 from tinykv import UserError
+from tinykv.lab.run import flags
 from tinykv.methods.registry import METHODS
-from tinykv.run import flags
 
 fcntl, resource = pytest.importorskip("fcntl"), pytest.importorskip("resource")  # Windows grades nothing
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate, record
 from tinykv.codecs.rotated import hadamard
 from tinykv.codecs.schemes import SCHEMES
-from tinykv.data import load_windows
+from tinykv.lab.data import load_windows
 
 
 @pytest.fixture(scope="module")

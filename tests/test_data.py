@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tinykv import UserError, hf
-from tinykv.data import load_windows
-from tinykv.data.stories import SPLITS, stories
-from tinykv.data.windows import answers_in_windows, read_documents, share_text
 from tinykv.hf import EMBEDDED
+from tinykv.lab.data import load_windows
+from tinykv.lab.data.stories import SPLITS, stories
+from tinykv.lab.data.windows import answers_in_windows, read_documents, share_text
 
 
 class Letters:

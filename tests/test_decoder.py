@@ -1,4 +1,4 @@
-"""Any decoder of transformers: its cache, tinykv/hf/transformers.py, and its perplexity, tinykv/hf/decoder.py."""
+"""Any decoder of transformers: its cache, tinykv/lab/transformers.py, and its perplexity, tinykv/lab/decoder.py."""
 import copy
 import threading
 from pathlib import Path
@@ -11,15 +11,15 @@ import eval_ppl
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.data import load_windows
 from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
+from tinykv.lab.data import load_windows
 from tinykv.methods.registry import METHODS
 
 transformers = pytest.importorskip("transformers")
 decoders = pytest.importorskip("decoders")  # docs/programs/decoders.py
-from tinykv.hf.decoder import NAME, Decoder, config_of  # noqa: E402
-from tinykv.hf.transformers import MethodCache  # noqa: E402
+from tinykv.lab.decoder import NAME, Decoder, config_of  # noqa: E402
+from tinykv.lab.transformers import MethodCache  # noqa: E402
 
 GREEDY = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 T = 40  # tokens of a prompt, more than a sliding layer sees

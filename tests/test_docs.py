@@ -37,10 +37,10 @@ from tinykv.codecs.schemes import SCHEMES
 from tinykv.evaluate import Result
 from tinykv.hf import EMBEDDED
 from tinykv.hf.checkpoint import NoInit
+from tinykv.lab.run import comparisons, flags, table
+from tinykv.lab.run.settings import flags_of
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run import comparisons, flags, table
-from tinykv.run.settings import flags_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
@@ -129,7 +129,7 @@ def workplace(tmp_path_factory):
 def check_command(command, folder):
     """Its program exists, and its words are right, as far as they can be checked without running it."""
     words = shlex.split(command)
-    of_others = ["-m", "tinykv.run.lm_eval"], ["-m", "venv"]
+    of_others = ["-m", "tinykv.lab.run.lm_eval"], ["-m", "venv"]
     if words[0] in ("pip", "hf", ".") or words[1:3] in of_others:
         return
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= index()[1], command
@@ -181,7 +181,7 @@ def test_commands_are_found():
 
 @pytest.mark.parametrize("command", [
     "python eval_ppl.py --metod rtn", "python eval_ppl.py --method kvsnik", "python evalppl.py --method rtn",
-    "python eval_ppl.py --model path/to/Llama-2-7b-hf --context 8192", "python -m tinykv.analysis anchorz",
+    "python eval_ppl.py --model path/to/Llama-2-7b-hf --context 8192", "python -m tinykv.lab.analysis anchorz",
     "python -m tinykv.nothing", "pytest tests/test_nothing.py", "pytest --wohle"])
 def test_a_wrong_command_is_found(command, workplace):
     """pytest.fail raises a BaseException of its own; so does argparse."""

@@ -3,11 +3,11 @@ import pytest
 import torch
 
 from eval_ppl import compare
-from tinykv.analysis import norms, sinks
-from tinykv.analysis.walk import Text, rows_of, walk
-from tinykv.data import load_windows
-from tinykv.differences import paired
 from tinykv.hf import EMBEDDED, load
+from tinykv.lab.analysis import norms, sinks
+from tinykv.lab.analysis.walk import Text, rows_of, walk
+from tinykv.lab.data import load_windows
+from tinykv.lab.differences import paired
 
 
 @pytest.fixture(scope="module")

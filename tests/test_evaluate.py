@@ -14,15 +14,15 @@ from eval_ppl import compare
 from tinykv import UserError, evaluate, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.data import Windows
-from tinykv.differences import delta_error, p_value, paired
 from tinykv.evaluate import FAR, Result, add_predictions, measure
+from tinykv.lab.data import Windows
+from tinykv.lab.differences import delta_error, p_value, paired
+from tinykv.lab.run import comparisons, flags
+from tinykv.lab.run.entries import build_entries
+from tinykv.lab.run.table import figures_of
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run import comparisons, flags
-from tinykv.run.entries import build_entries
-from tinykv.run.table import figures_of
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, head_dim=8, max_position_embeddings=64)

@@ -7,11 +7,11 @@ import torch
 from cases import link, pipe
 from safetensors.torch import save
 
-from tinykv import UserError, files, hf
-from tinykv.files import load_tensors, read_json, read_text, save_tensors, write_json
-from tinykv.hf import EMBEDDED
-from tinykv.tables import Tables, hash_of
-from tinykv.weights import AWQ, GPTQ
+from tinykv import UserError, hf
+from tinykv.hf import EMBEDDED, files
+from tinykv.hf.files import load_tensors, read_json, read_text, save_tensors, write_json
+from tinykv.lab.tables import Tables, hash_of
+from tinykv.lab.weights import AWQ, GPTQ
 
 # ---- written
 

@@ -12,8 +12,8 @@ from test_checkpoint import PIECES, tiny
 
 import eval_ppl
 from tinykv import hf
+from tinykv.lab.run.settings import flags_of
 from tinykv.methods.registry import METHODS
-from tinykv.run.settings import flags_of
 
 FLAGS = [*flags_of(METHODS), "data", "model", "device", "dtype", "seed", "bos", "batch", "context", "windows",
          "calib_windows", "weights", "w_bits", "protocol", "prompt", "vs"]

@@ -18,10 +18,10 @@ from test_checkpoint import PIECES, same, tiny, told
 from test_data import Bare, Letters, spelled
 
 from tinykv import UserError, hf
-from tinykv.data import load_windows
-from tinykv.data.windows import HUB_FILES
 from tinykv.hf import hub as hub_of
 from tinykv.hf.hub import HubFile, fetch_file, fetch_model
+from tinykv.lab.data import load_windows
+from tinykv.lab.data.windows import HUB_FILES
 
 COMMIT = "c" * 40
 

@@ -1,4 +1,4 @@
-"""Any method as the cache of transformers' own models: tinykv/hf/transformers.py, and the page about it."""
+"""Any method as the cache of transformers' own models: tinykv/lab/transformers.py, and the page about it."""
 import copy
 import doctest
 import functools
@@ -20,15 +20,15 @@ from torch.nn.functional import pad
 from tinykv import UserError, hf
 from tinykv.cache import KVCache, LayerCache
 from tinykv.calibrate import calibrate
-from tinykv.data import load_windows
-from tinykv.data.stories import stories
 from tinykv.hf import EMBEDDED
+from tinykv.lab.data import load_windows
+from tinykv.lab.data.stories import stories
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 
 transformers = pytest.importorskip("transformers")
-MethodCache = pytest.importorskip("tinykv.hf.transformers").MethodCache  # which asks for more of it
-from tinykv.hf.decoder import NAME, AsGiven  # noqa: E402
+MethodCache = pytest.importorskip("tinykv.lab.transformers").MethodCache  # which asks for more of it
+from tinykv.lab.decoder import NAME, AsGiven  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 T, NEW = 11, 6  # tokens of a prompt and of an answer, while which a block of 8 is quantized

@@ -20,26 +20,26 @@ from test_weights import fold, text, tiny
 
 import train_intact
 from tinykv import UserError, hf
-from tinykv.analysis.walk import walk
 from tinykv.cache import KVCache
-from tinykv.data import Windows, load_windows
-from tinykv.data.stories import stories
-from tinykv.data.windows import encode_documents
 from tinykv.evaluate import measure
-from tinykv.files import load_tensors
 from tinykv.hf import EMBEDDED
+from tinykv.hf.files import load_tensors
+from tinykv.lab.analysis.walk import walk
+from tinykv.lab.data import Windows, load_windows
+from tinykv.lab.data.stories import stories
+from tinykv.lab.data.windows import encode_documents
+from tinykv.lab.prefixes import fill_prefix, load_prefix, open_prefix, save_prefix
+from tinykv.lab.run import flags
+from tinykv.lab.run.entries import build_entries
+from tinykv.lab.tables import fingerprint
+from tinykv.lab.weights import quantize
+from tinykv.lab.weights.awq import AWQ
+from tinykv.lab.weights.omniquant import OmniQuant
+from tinykv.lab.weights.rtn import RTN as RTNWeights
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
 from tinykv.model import Llama, LlamaConfig
-from tinykv.prefixes import fill_prefix, load_prefix, open_prefix, save_prefix
-from tinykv.run import flags
-from tinykv.run.entries import build_entries
-from tinykv.tables import fingerprint
 from tinykv.tracing import Trace
-from tinykv.weights import quantize
-from tinykv.weights.awq import AWQ
-from tinykv.weights.omniquant import OmniQuant
-from tinykv.weights.rtn import RTN as RTNWeights
 
 ROOT = Path(__file__).parent.parent
 IDS = [1, 30, 7, 7, 22, 3, 9, 14, 2, 40, 5, 5, 1, 17, 28, 33, 12, 6]
@@ -91,7 +91,7 @@ def test_theorem_1_holds_and_explains_little():
                          ids=["awq-mha", "awq-gqa", "omniquant-mha", "omniquant-gqa", "rtn"])
 def test_rows_are_the_transformed_models(monkeypatch, quantizer, sharing):
     """In the scale that the quantized model has its values in; but not rounded as its weights are."""
-    monkeypatch.setattr("tinykv.weights.omniquant.EPOCHS", 2)
+    monkeypatch.setattr("tinykv.lab.weights.omniquant.EPOCHS", 2)
     model, n = tiny(sharing, bias=True), 6
     coded, equivalent = fold(monkeypatch, model, quantizer, text())
     assert all(block.self_attn.k_proj.gain is None for block in coded.model["layers"])

@@ -22,15 +22,16 @@ import bench_kernels  # noqa: E402
 import benchmark  # noqa: E402
 
 import kernels  # noqa: E402
-from tinykv import UserError, triton_cache  # noqa: E402
+from tinykv import UserError  # noqa: E402
 from tinykv.cache import KVCache  # noqa: E402
 from tinykv.codecs.affine import Affine  # noqa: E402
 from tinykv.codecs.base import TERNARY, Exact, Pair, pack  # noqa: E402
 from tinykv.codecs.codebook import Codebook  # noqa: E402
+from tinykv.lab import triton_cache  # noqa: E402
+from tinykv.lab.triton_cache import Attended, TritonCache, TritonLayer  # noqa: E402
 from tinykv.methods import antkv  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig  # noqa: E402
-from tinykv.triton_cache import Attended, TritonCache, TritonLayer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("interpreted_quickly")
 near = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4, check_dtype=False)

@@ -15,8 +15,8 @@ from tinykv import hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs.schemes import SCHEMES, settings_of_scheme
-from tinykv.data import load_windows
 from tinykv.hf import EMBEDDED
+from tinykv.lab.data import load_windows
 from tinykv.methods.kvsink import TABLE_3, KVSink, find_outlier, outlier
 from tinykv.methods.pfn import PFN
 from tinykv.model import Llama, LlamaConfig

@@ -21,9 +21,9 @@ from tinykv.codecs.affine import Affine
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.codebook import Codebook
 from tinykv.codecs.nonuniform import Histogram, NonUniform
-from tinykv.data import load_windows
 from tinykv.hf import EMBEDDED
 from tinykv.kmeans import kmeans
+from tinykv.lab.data import load_windows
 from tinykv.methods.antkv import anchor_scores
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.kivi import KIVI
@@ -31,7 +31,7 @@ from tinykv.methods.ott import OTT
 from tinykv.model import Rope
 
 pytest.importorskip("triton")  # of two pages
-from tinykv.triton_cache import TritonCache  # noqa: E402
+from tinykv.lab.triton_cache import TritonCache  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/ladder/*.py"))
@@ -57,7 +57,7 @@ def shorten(monkeypatch, length, most=16):
     """Texts of so many tokens, and so many of them at most, for a page's table."""
     def load_less(data, tokenizer, context, windows, split):
         return load_windows(data, tokenizer, length, min(windows, most), split)
-    monkeypatch.setattr("tinykv.data.load_windows", load_less)
+    monkeypatch.setattr("tinykv.lab.data.load_windows", load_less)
 
 
 def defined(page):
@@ -325,7 +325,7 @@ def test_prefix(printed, tmp_path, monkeypatch, capsys):
     def load_less(data, tokenizer, context, windows, split, **given):
         return load_windows(data, tokenizer, {256: 64, 1024: 256}[context], min(windows, 16), split, **given)
     with monkeypatch.context() as patch:
-        patch.setattr("tinykv.data.load_windows", load_less)
+        patch.setattr("tinykv.lab.data.load_windows", load_less)
         rows = printed("9_prefix.py", 2, 2)
     monkeypatch.setattr(sys, "argv", [
         "train_intact.py", "--weights", "rtn", "--w-bits", "3", "--updates", "2", "--samples", "16", "--tokens", "64",
@@ -366,7 +366,7 @@ def test_a_page_stands_alone(page):
     text = page.read_text()
     assert len(text.splitlines()) <= 140
     read = set(re.findall(r"^from (tinykv\S*)", text, re.MULTILINE))
-    assert page.stem == "8_kernel" or read <= {"tinykv", "tinykv.data", "tinykv.kmeans"}
+    assert page.stem == "8_kernel" or read <= {"tinykv", "tinykv.lab.data", "tinykv.kmeans"}
     names = re.findall(r"\w+\.py", head_of(page.name))
     files = [file for name in names for file in (ROOT / name, ROOT / "tinykv/methods" / name) if file.exists()]
     assert files and all(page.name in file.read_text() for file in files)

@@ -17,7 +17,7 @@ FILES = {str(path.relative_to(TINYKV)): path for path in sorted(TINYKV.rglob("*.
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 METHOD_FILES = {name.removeprefix("methods/").removesuffix(".py") for name in FILES if name.startswith("methods/")}
 METHOD_FILES -= {"__init__", "base", "calibrated", "codebooks", "registry"}
-TRITON = {"triton_cache.py"}  # the one file of tinykv/ that knows the kernels, imported where they are asked for
+TRITON = {"lab/triton_cache.py"}  # the one file of tinykv/ that knows the kernels, imported where they are asked for
 
 
 # From the command to the rounding
@@ -66,10 +66,10 @@ def test_few_calls_from_the_command_to_the_rounding(protocol, monkeypatch, capsy
 
 # Arrows
 
-def imports_of(name, top_only=False):
-    """The modules that a file of tinykv/ imports, at its top or anywhere in it."""
+def imports_of(name):
+    """The modules that a file of tinykv/ imports anywhere in it."""
     found = set()
-    for node in TREES[name].body if top_only else ast.walk(TREES[name]):
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -90,41 +90,20 @@ def test_no_method_imports_another(name):
         assert not module.startswith("tinykv.methods.") or module.endswith((".base", ".codebooks")), module
 
 
-#   file or package: what it may import at its top, apart from itself and tinykv/__init__.py; the others: nothing
-ARROWS = {
-    "identity.py": {"tracing"},
-    "model.py": {"identity"},
-    "tables.py": {"files", "identity"},
-    "cache.py": {"codecs"},
-    "codecs/": {"kmeans"},
-    "methods/": {"codecs", "identity", "tracing"},
-    "calibrate.py": {"cache", "codecs", "files", "tracing"},
-    "evaluate.py": {"cache", "identity", "kmeans"},
-    "data/": {"hf", "files"},  # hf/hub.py downloads
-    "hf/": {"cache", "files", "identity", "model"},
-    "weights/": {"cache", "cli", "codecs", "model", "files", "shared_flags", "tables"},
-    "compiled_cache.py": {"cache", "codecs", "model"},
-    "triton_cache.py": {"cache", "codecs", "methods", "model"},
-    "shared_flags.py": {"codecs", "data", "files", "hf"},
-    "plots.py": {"files"},
-    "prefixes.py": {"files", "methods", "tables", "weights"},
-    "run/": {"cache", "calibrate", "cli", "codecs", "data", "differences", "evaluate", "files", "hf", "kmeans",
-             "methods", "model", "outlier", "plots", "prefixes", "shared_flags", "tables", "weights"},
-    "analysis/": {"cache", "calibrate", "cli", "codecs", "data", "evaluate", "files", "hf", "methods", "plots",
-                  "shared_flags", "tracing", "weights"},
-}
+# the reference, each part under what it imports; everything else is in lab/
+ORDER = "tracing identity model kmeans codecs methods cache calibrate evaluate hf lab".split()
 
 
-def test_arrows_point_down():
-    """Commands know evaluation and calibration, these know the cache, methods know codecs, codecs know nothing; and
-    Triton, with kernels.py, is imported by its cache alone."""
-    for name in FILES:
-        where = re.match(r"\w+(/|\.py)", name)[0]
-        allowed = {"", where.rstrip("/"), *ARROWS.get(where, ())}
-        for module in imports_of(name, top_only=True):
-            project, package = f"{module}.".split(".")[:2]
-            assert project != "tinykv" or package in allowed, f"{name} imports {module}"
-            assert project not in ("triton", "kernels") or name in TRITON, f"{name} imports {module}"
+@pytest.mark.parametrize("name", FILES)
+def test_arrows_point_down(name):
+    """The reference imports nothing of the lab, nor any part of it one that comes later in ORDER; and Triton, with
+    kernels.py, is imported by its cache alone."""
+    part = name.partition("/")[0].removesuffix(".py")
+    below = {"__init__": [""]}.get(part) or ["", *ORDER[:ORDER.index(part) + 1]]
+    for module in imports_of(name):
+        project, package = f"{module}.".split(".")[:2]
+        assert project != "tinykv" or package in below, module
+        assert project not in ("triton", "kernels") or name in TRITON, module
 
 
 def test_no_module_hides_one_of_the_standard_library():

@@ -8,16 +8,16 @@ import torch
 
 from tinykv import UserError
 from tinykv.cache import KVCache
-from tinykv.data.stories import stories
-from tinykv.data.windows import Windows, encode_documents
 from tinykv.evaluate import measure
+from tinykv.lab.data.stories import stories
+from tinykv.lab.data.windows import Windows, encode_documents
 from tinykv.methods.registry import METHODS
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from tinykv.run.lm_eval import TinyKV  # noqa: E402
+from tinykv.lab.run.lm_eval import TinyKV  # noqa: E402
 
 CODED = {"method": "rtn", "scheme": "token-dynamic", "bits": 2}  # a token's codes do not hang on later tokens
 TASKS = TaskManager(include_path=str(Path(__file__).parent.parent / "docs/lm_eval"), include_defaults=False)
@@ -141,7 +141,7 @@ def test_prefix_context_and_answer_share_the_positions(asked, prefixed, monkeypa
     long = " ".join(story.text for story in asked) * 3
     assert len(prefixed.tokenizer.encode(long)) > n
     caches = []
-    monkeypatch.setattr("tinykv.run.lm_eval.KVCache", lambda *how: caches.append(KVCache(*how)) or caches[-1])
+    monkeypatch.setattr("tinykv.lab.run.lm_eval.KVCache", lambda *how: caches.append(KVCache(*how)) or caches[-1])
     log_likelihoods(prefixed, (long, " bell"))
     generate(prefixed, long, max_gen_toks=7)
     assert [len(cache) for cache in caches] == [n, n - 1]  # the last token of an answer is not read
@@ -181,6 +181,6 @@ def test_a_mistake_on_its_command_line_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: TinyKV(method="kvsnik"))
     monkeypatch.setattr("lm_eval.api.registry.register_model", lambda name: lambda cls: cls)  # it is there already
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(Path(__file__).parent.parent / "tinykv/run/lm_eval.py"), run_name="__main__")
+        runpy.run_path(str(Path(__file__).parent.parent / "tinykv/lab/run/lm_eval.py"), run_name="__main__")
     err = capsys.readouterr().err
     assert end.value.code == 2 and err.count("\n") == 1 and "did you mean kvsink" in err

@@ -14,11 +14,11 @@ from embedded_model import BOS, PHASES, batch_of
 from tokenizers import Tokenizer
 
 from tinykv import hf
-from tinykv.analysis import norms, outliers
-from tinykv.analysis import sinks as received
-from tinykv.analysis.walk import mean, rows_of
-from tinykv.data.stories import stories
 from tinykv.hf import EMBEDDED
+from tinykv.lab.analysis import norms, outliers
+from tinykv.lab.analysis import sinks as received
+from tinykv.lab.analysis.walk import mean, rows_of
+from tinykv.lab.data.stories import stories
 
 LOG = Path(__file__).parent / "training.jsonl"  # what the run that made the embedded model has logged
 CHANTS, MIXED, STORIES = PHASES[0], PHASES[2], PHASES[3]

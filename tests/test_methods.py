@@ -30,8 +30,8 @@ from conftest import runs_whole
 
 from tinykv.cache import PROTOCOLS
 from tinykv.codecs.affine import FORMULAS
+from tinykv.lab.run.settings import load_class
 from tinykv.methods.registry import METHODS
-from tinykv.run.settings import load_class
 
 LENGTHS = ["1", "G-1", "G", "G+1", "2G+5"]
 SHAPES = {"heads_per_kv": (2, 1, 4), "batch": (3, 1)}

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tinykv import UserError, hf
-from tinykv.data import load_windows
 from tinykv.evaluate import measure
+from tinykv.lab.data import load_windows
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.registry import METHODS
 

@@ -15,8 +15,8 @@ import pytest
 import wrong_methods as own
 from cases import Case
 
+from tinykv.lab.run.settings import load_class
 from tinykv.methods.registry import METHODS
-from tinykv.run.settings import load_class
 
 ROOT = Path(__file__).parent.parent
 OWN = "tests/wrong_methods.py"

@@ -9,8 +9,8 @@ import pytest
 
 import eval_ppl
 from tinykv import UserError, hf
-from tinykv.run import flags
-from tinykv.run.entries import build_entries
+from tinykv.lab.run import flags
+from tinykv.lab.run.entries import build_entries
 
 CELLS = [(name, cell) for name, table in paper.TABLES.items() for cell in paper.cells(table)]
 
@@ -102,10 +102,12 @@ def test_a_cell_that_cannot_be_run_says_why(run_paper, monkeypatch):
     monkeypatch.setattr(paper, "SMALL", paper.SMALL.replace("--windows 1", "--windows all"))
     status, out, _ = run_paper("KVSink", "Figure 9", "--try")
     assert status == 0 and "all of tales are more than" in out.splitlines()[1]
-    assert "table of the analysis python -m tinykv.analysis errors" in run_paper("KVSink", "Table 1")[1].splitlines()[1]
+    said = run_paper("KVSink", "Table 1")[1].splitlines()[1]
+    assert "table of the analysis python -m tinykv.lab.analysis errors" in said
     table = paper.TABLES["KVSink, Table 2"]
     monkeypatch.setitem(table, "command", re.sub("4096|2048", "256", table["command"]))
-    monkeypatch.setattr("tinykv.data.windows.fetch_file", Mock(side_effect=UserError("allenai/c4 cannot be fetched")))
+    fault = UserError("allenai/c4 cannot be fetched")
+    monkeypatch.setattr("tinykv.lab.data.windows.fetch_file", Mock(side_effect=fault))
     words = "KVSink", "Table 2", "--model", hf.EMBEDDED, "--only", "2-7B", "--only", "16 bits", "--only", "c4"
     status, out, _ = run_paper(*words)
     assert status == 0 and "  allenai/c4 cannot be fetched" in out.splitlines()[1] and out.count("\n") == 8

@@ -15,8 +15,8 @@ from test_evaluate import random_model
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import Pair
-from tinykv.data import Windows
 from tinykv.evaluate import measure
+from tinykv.lab.data import Windows
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig

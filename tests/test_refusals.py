@@ -20,18 +20,18 @@ from test_evaluate import Typed
 import eval_ppl
 import train_intact
 from tinykv import UserError, hf
-from tinykv.analysis import __main__ as analysis
-from tinykv.analysis import page
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import pack
-from tinykv.data import Windows, load_windows
 from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
+from tinykv.lab.analysis import __main__ as analysis
+from tinykv.lab.analysis import page
+from tinykv.lab.data import Windows, load_windows
+from tinykv.lab.weights import QUANTIZERS, quantize
 from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.methods.registry import METHODS
-from tinykv.weights import QUANTIZERS, quantize
 
 ROOT = Path(__file__).parent.parent
 WEIGHTS = f"{EMBEDDED}/model.safetensors"

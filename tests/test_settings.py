@@ -4,9 +4,9 @@ from cases import chunk_of, model_of, schemes_of, takes
 
 from tinykv import UserError
 from tinykv.codecs.schemes import SCHEMES
+from tinykv.lab.run.entries import combinations
+from tinykv.lab.run.settings import settings_of
 from tinykv.methods.registry import METHODS
-from tinykv.run.entries import combinations
-from tinykv.run.settings import settings_of
 
 CONFIG = model_of(1).config
 

@@ -14,20 +14,20 @@ from test_cli import refused
 import eval_ppl
 import train_intact
 from tinykv import UserError, hf, identity
-from tinykv.analysis import __main__ as analysis
 from tinykv.cache import PROTOCOLS, KVCache, LayerCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs.base import Codec, Codes, Pair
-from tinykv.data import load_windows
-from tinykv.data.windows import Windows
 from tinykv.evaluate import measure, refuse_overflow
-from tinykv.files import save_tensors
 from tinykv.hf import EMBEDDED
+from tinykv.hf.files import save_tensors
+from tinykv.lab.analysis import __main__ as analysis
+from tinykv.lab.data import load_windows
+from tinykv.lab.data.windows import Windows
+from tinykv.lab.tables import Tables, fingerprint
+from tinykv.lab.weights import QUANTIZERS, quantize
 from tinykv.methods.base import Method
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
-from tinykv.tables import Tables, fingerprint
-from tinykv.weights import QUANTIZERS, quantize
 
 TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]
 WINDOWS = Windows(torch.arange(64).view(2, 32), [[], []])

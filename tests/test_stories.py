@@ -5,8 +5,8 @@ from itertools import islice
 
 import pytest
 
-from tinykv.data import stories as corpus
-from tinykv.data.stories import SPLITS, split_of, stories
+from tinykv.lab.data import stories as corpus
+from tinykv.lab.data.stories import SPLITS, split_of, stories
 
 GOLDEN = {  # of the text that the embedded model was trained on: these never change
     "train": "b4759af1be2d4d6837f2f11b1a0c778e0a3b062e1760e3c11fd7659ab2b238d0",

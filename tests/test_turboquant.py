@@ -16,7 +16,7 @@ from cases import Case, example_of, model_of, tokens_of
 from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.codecs.base import unpack
-from tinykv.run.settings import load_class
+from tinykv.lab.run.settings import load_class
 
 ROOT = Path(__file__).parent.parent
 

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tinykv import UserError
+from tinykv.lab.weights import QUANTIZERS, awq, gptq, omniquant, quantize, restore, weight_bytes
+from tinykv.lab.weights.awq import AWQ
+from tinykv.lab.weights.base import FOLDS, BlockRunner, transform
+from tinykv.lab.weights.gptq import GPTQ
+from tinykv.lab.weights.linear import LINEARS, QuantLinear, group_of, groups_of, rounded
+from tinykv.lab.weights.omniquant import OmniQuant
+from tinykv.lab.weights.rtn import RTN
 from tinykv.model import Llama, LlamaConfig
-from tinykv.weights import QUANTIZERS, awq, gptq, omniquant, quantize, restore, weight_bytes
-from tinykv.weights.awq import AWQ
-from tinykv.weights.base import FOLDS, BlockRunner, transform
-from tinykv.weights.gptq import GPTQ
-from tinykv.weights.linear import LINEARS, QuantLinear, group_of, groups_of, rounded
-from tinykv.weights.omniquant import OmniQuant
-from tinykv.weights.rtn import RTN
 
 V, D, M, L, H, d = 41, 32, 48, 2, 4, 8
 SHAPES = [(sharing, bias) for sharing in (1, 2, 4) for bias in (False, True)]

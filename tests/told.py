@@ -13,10 +13,10 @@ import torch
 from cases import Case, build_and_calibrate, tokens_of
 
 from tinykv.cache import CachedRows, KVCache
+from tinykv.lab.run.settings import settings_of
 from tinykv.methods.base import Method
 from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig, Rope
-from tinykv.run.settings import settings_of
 
 
 class Told(Method):

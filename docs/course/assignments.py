@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tinykv import UserError
-from tinykv.files import check_regular
+from tinykv.hf.files import check_regular
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 2 ** 20  # bytes of a submission
@@ -25,7 +25,7 @@ ANSWERS = {  # by assignment, where the project's own code is the answer: {file:
     "skvq": {"tinykv/methods/skvq.py": ALL, "tinykv/codecs/clipped.py": ALL},
     "antkv": {"tinykv/methods/antkv.py": ALL, "tinykv/codecs/codebook.py": ALL,
               "tinykv/kmeans.py": ("kmeans", "plus_plus", "nearest", "distance", "lloyd")},
-    "triton": {"kernels.py": ALL, "tinykv/triton_cache.py": ALL},
+    "triton": {"kernels.py": ALL, "tinykv/lab/triton_cache.py": ALL},
 }
 # what other assignments run, and would be part of an answer to this one: its grader's copy is without it
 REFUSED = {"ott": ("tinykv/methods/kivi.py",)}

@@ -22,7 +22,7 @@ from docs.course.grade import right_values
 from docs.course.notebook import cells_of
 from docs.programs.notebook import notebook
 from tinykv import UserError
-from tinykv.cli import Parser, one_line
+from tinykv.lab.cli import Parser, one_line
 
 LEFT_OUT = ("tests/", "docs/", ".ci/", ".github/", ".pytest.ini")
 KEPT = ("docs/course/", "docs/embedded_model.md", "docs/huggingface.md", "docs/real_models.md", "docs/words.md")

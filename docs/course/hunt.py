@@ -13,7 +13,7 @@ from pathlib import Path
 
 from docs.course import grade
 from docs.course.assignments import PAGE, ROOT, answer_of, key_of
-from tinykv.cli import Columns, Parser, one_line, printable
+from tinykv.lab.cli import Columns, Parser, one_line, printable
 
 NAMES = "affine", "kvsink", "ott"
 OTHERS = {  # the names that stand for a page's own

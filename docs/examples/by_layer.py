@@ -19,8 +19,8 @@ from typing import Annotated
 
 from tinykv import at_least, one_of
 from tinykv.codecs.base import BLOCK, Codec, Pair
+from tinykv.lab.run.settings import load_class
 from tinykv.methods.base import Method
-from tinykv.run.settings import load_class
 
 formats = sys.modules[load_class(f"{Path(__file__).with_name('formats.py')}:Formats").__module__]
 

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, __file__.rpartition("docs")[0] or ".")
 from tinykv import hf
-from tinykv.data import load_windows
+from tinykv.lab.data import load_windows
 
 N = 5  # tokens that `pfn` and `kvsink` keep
 LAYER, CHANNEL = 1, 49  # where this model's sinks show. KVSink's Table 3 has others; methods/kvsink.py finds them

@@ -25,7 +25,7 @@ import torch
 
 sys.path.insert(0, __file__.rpartition("docs")[0] or ".")
 from tinykv import hf
-from tinykv.data import load_windows
+from tinykv.lab.data import load_windows
 
 
 # Code: a number is rounded to one of four levels, and read as scale * code + zero

@@ -17,8 +17,8 @@ import torch
 
 sys.path.insert(0, __file__.rpartition("docs")[0] or ".")
 from tinykv import hf
-from tinykv.data import load_windows
 from tinykv.kmeans import kmeans, nearest
+from tinykv.lab.data import load_windows
 
 G = 16  # NEW: channels of a group, on average
 FP8 = torch.float8_e4m3fn  # NEW: a number in a byte, with 3 bits of fraction: from 1 to 2 there are 1.125, 1.25, ..

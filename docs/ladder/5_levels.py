@@ -16,8 +16,8 @@ import torch
 
 sys.path.insert(0, __file__.rpartition("docs")[0] or ".")
 from tinykv import hf
-from tinykv.data import load_windows
 from tinykv.kmeans import kmeans
+from tinykv.lab.data import load_windows
 
 
 # Code: NEW: the middle of a range becomes 0, its ends -1 and 1. A number is rounded to the nearest of four levels there

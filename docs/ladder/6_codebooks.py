@@ -18,8 +18,8 @@ import torch
 
 sys.path.insert(0, __file__.rpartition("docs")[0] or ".")
 from tinykv import hf
-from tinykv.data import load_windows
 from tinykv.kmeans import kmeans, nearest
+from tinykv.lab.data import load_windows
 
 
 # Code: NEW: n numbers are read as the nearest vector of their codebook

@@ -34,7 +34,7 @@ except ModuleNotFoundError:
 
 sys.path.insert(0, __file__.rpartition("docs")[0] or ".")
 from tinykv import hf
-from tinykv.data import load_windows
+from tinykv.lab.data import load_windows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 K, N = 5, 256

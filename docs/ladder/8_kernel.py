@@ -26,7 +26,7 @@ sys.path.insert(0, __file__.rpartition("docs")[0] or ".")
 from tinykv import hf
 from tinykv.cache import KVCache
 from tinykv.codecs.affine import Affine
-from tinykv.data import load_windows
+from tinykv.lab.data import load_windows
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.kivi import KIVI
 

@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, __file__.rpartition("docs")[0] or ".")
 from tinykv import hf
-from tinykv.data import load_windows
+from tinykv.lab.data import load_windows
 
 BOS = 1  # the prefix: `<s>`, with which every text begins
 

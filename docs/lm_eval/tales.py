@@ -3,7 +3,7 @@ from itertools import islice
 
 import datasets
 
-from tinykv.data.stories import stories
+from tinykv.lab.data.stories import stories
 
 
 def questions(**settings):

@@ -26,10 +26,11 @@ from triton.runtime import driver
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 
 import kernels  # noqa: E402
-from tinykv import UserError, cli  # noqa: E402
+from tinykv import UserError  # noqa: E402
+from tinykv.lab import cli  # noqa: E402
+from tinykv.lab.triton_cache import PackedRows, TritonCache, TritonLayer, anchor_scores, check_device  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
-from tinykv.triton_cache import PackedRows, TritonCache, TritonLayer, anchor_scores, check_device  # noqa: E402
 
 SDPA = SDPBackend.FLASH_ATTENTION  # what the kernels are compared with
 TOKEN = {"scheme": "token-dynamic"}

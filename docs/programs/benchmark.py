@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tinykv import hf, one_of
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.cli import Parser, one_line
-from tinykv.compiled_cache import CompiledCache
-from tinykv.data import load_windows
 from tinykv.hf import EMBEDDED
+from tinykv.lab.cli import Parser, one_line
+from tinykv.lab.compiled_cache import CompiledCache
+from tinykv.lab.data import load_windows
+from tinykv.lab.shared_flags import list_of
 from tinykv.methods.registry import METHODS
-from tinykv.shared_flags import list_of
 from tinykv.tracing import Trace
 
 ROUNDS, WINDOW = 7, 1024  # WINDOW: tokens that are read in one forward

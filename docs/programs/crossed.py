@@ -14,8 +14,8 @@ from matplotlib.colors import LogNorm
 from results import ANTKV, CQ, ROOT, SERVED, UNIT, compared, named
 from tables import NEEDLES, SMOL, beside_fp16, bits, lost, row_of, table
 
-from tinykv import plots
-from tinykv.differences import paired, standard_error
+from tinykv.lab import plots
+from tinykv.lab.differences import paired, standard_error
 
 SHADES = 0.05, 3  # nats of the figure's lightest shade, and of its darkest
 SHORT, TALES = " --context 512", " --context 512 --data tales"

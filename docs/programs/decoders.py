@@ -11,9 +11,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from tinykv import UserError, cli
-from tinykv.hf.decoder import NAME, Decoder, config_of
-from tinykv.hf.transformers import MethodCache
+from tinykv import UserError
+from tinykv.lab import cli
+from tinykv.lab.decoder import NAME, Decoder, config_of
+from tinykv.lab.transformers import MethodCache
 from tinykv.methods.registry import METHODS
 
 SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -1,7 +1,7 @@
 """Make the embedded model: tokenizer, training, checkpoint in HF format.
 
     python docs/programs/embedded_model.py --out DIR             train, or go on where training was stopped
-    python -m tinykv.analysis sinks outliers norms --model DIR   where its sinks are
+    python -m tinykv.lab.analysis sinks outliers norms --model DIR   where its sinks are
 
 A LLaMA of 250,000 parameters learns the stories of `data/stories.py` in 4,750 steps, a quarter of an hour on one CPU
 core. On one machine the same command gives the same bits, stopped and gone on or not; the shipped weights were made so.
@@ -28,10 +28,10 @@ from tqdm import trange
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from tinykv import hf
-from tinykv.cli import Parser, one_line
-from tinykv.data.stories import OFTEN, REFRAINS, WORDS, Rng, Writer, stories
-from tinykv.files import write, write_json
+from tinykv.hf.files import write, write_json
 from tinykv.hf.tokenizer import SentencePieceTokenizer
+from tinykv.lab.cli import Parser, one_line
+from tinykv.lab.data.stories import OFTEN, REFRAINS, WORDS, Rng, Writer, stories
 from tinykv.model import Llama, LlamaConfig
 
 BOS, EOS = 1, 2  # sentencepiece's own ids

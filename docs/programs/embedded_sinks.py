@@ -17,16 +17,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 import embedded_model
 
 from tinykv import UserError, hf
-from tinykv.analysis import norms, outliers, sinks
-from tinykv.analysis.bias import split_output
-from tinykv.analysis.walk import Text, mean, print_table, rows_of, walk
 from tinykv.calibrate import calibrate
-from tinykv.cli import Parser, one_line
-from tinykv.data.windows import Windows
 from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
+from tinykv.lab.analysis import norms, outliers, sinks
+from tinykv.lab.analysis.bias import split_output
+from tinykv.lab.analysis.walk import Text, mean, print_table, rows_of, walk
+from tinykv.lab.cli import Parser, one_line
+from tinykv.lab.data.windows import Windows
+from tinykv.lab.plots import legend, new_figure, save, style
 from tinykv.methods.registry import METHODS
-from tinykv.plots import legend, new_figure, save, style
 
 STEPS = 600
 SHARES = (0.0, 0.04, 0.12, 0.25, 0.4, 0.9)  # of refrains, in the figure

@@ -12,12 +12,13 @@ from statistics import fmean as mean
 import torch
 from results import BIASED, BIASES, UNIT, WINDOWS, biased, entry_of, read_data, write_data
 
-from tinykv import cli, hf
+from tinykv import hf
 from tinykv.calibrate import calibrate
-from tinykv.data import load_windows
 from tinykv.evaluate import measure
 from tinykv.hf.checkpoint import read_tensors
 from tinykv.hf.config import checkpoint_folder
+from tinykv.lab import cli
+from tinykv.lab.data import load_windows
 
 
 def norms(folder):

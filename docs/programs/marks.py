@@ -16,12 +16,13 @@ import argparse
 import torch
 from results import ROOT
 
-from tinykv import hf, plots
-from tinykv.analysis.bias import consistency, split_output
-from tinykv.analysis.errors import read_back
-from tinykv.analysis.walk import walk
+from tinykv import hf
 from tinykv.calibrate import calibrate
-from tinykv.data import load_windows
+from tinykv.lab import plots
+from tinykv.lab.analysis.bias import consistency, split_output
+from tinykv.lab.analysis.errors import read_back
+from tinykv.lab.analysis.walk import walk
+from tinykv.lab.data import load_windows
 from tinykv.methods.kvsink import KVSink
 
 GROUPS = ("five largest marks", "other marks", "other tokens")

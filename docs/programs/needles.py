@@ -20,11 +20,13 @@ import torch
 from crossing import ASKED
 from results import ANTKV, FIVE, MARKED, ROOT, SERVED, calibrate_pair, named, read_data, write_data
 
-from tinykv import UserError, files, hf, plots
+from tinykv import UserError, hf
 from tinykv.cache import KVCache
-from tinykv.cli import Parser, one_line
-from tinykv.data import load_windows
-from tinykv.data.windows import halves, spread
+from tinykv.hf import files
+from tinykv.lab import plots
+from tinykv.lab.cli import Parser, one_line
+from tinykv.lab.data import load_windows
+from tinykv.lab.data.windows import halves, spread
 
 RECORD = ROOT / "docs" / "needles.json"
 CITIES = ("Amsterdam Berlin Cairo Dublin Florence Geneva Helsinki Istanbul Jakarta Kyoto Lisbon Madrid Nairobi Oslo "

@@ -20,8 +20,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from eval_ppl import evaluate  # noqa: E402
-from tinykv import UserError, cli, first_line, hf  # noqa: E402
-from tinykv.run import flags  # noqa: E402
+from tinykv import UserError, first_line, hf  # noqa: E402
+from tinykv.lab import cli  # noqa: E402
+from tinykv.lab.run import flags  # noqa: E402
 
 TABLES = json.loads((ROOT / "docs" / "paper_tables.json").read_text(encoding="utf-8"))
 HUB = TABLES.pop("hub")  # {a model in the papers: on the hub}
@@ -76,7 +77,7 @@ def accuracy(words):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from tinykv.run.lm_eval import TinyKV
+    from tinykv.lab.run.lm_eval import TinyKV
     given = dict(zip(words[::2], words[1::2]))  # {flag: value}
     tasks, limit = given["--tasks"].split(","), given.get("--limit")
     manager = TaskManager(include_path=str(ROOT / "docs" / "lm_eval"), include_defaults=limit is None)

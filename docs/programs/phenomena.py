@@ -1,5 +1,5 @@
-r"""Measure what docs/analysis.md says, and keep it in docs/analysis.json: the rows of `python -m tinykv.analysis`, and
-for each number its standard error over windows, from each window by itself.
+r"""Measure what docs/analysis.md says, and keep it in docs/analysis.json: the rows of `python -m tinykv.lab.analysis`,
+and for each number its standard error over windows, from each window by itself.
 
     python docs/programs/phenomena.py all
     python docs/programs/phenomena.py sinks outliers norms cosine bias keys --model path/to/SmolLM2-135M-Instruct \
@@ -11,9 +11,9 @@ from statistics import stdev
 from results import ROOT, read_data, write_data
 
 from tinykv import hf
-from tinykv.analysis.__main__ import LONGEST, NAMES, PHENOMENA, load_text, parser
-from tinykv.analysis.load import load_model
-from tinykv.analysis.walk import rows_of
+from tinykv.lab.analysis.__main__ import LONGEST, NAMES, PHENOMENA, load_text, parser
+from tinykv.lab.analysis.load import load_model
+from tinykv.lab.analysis.walk import rows_of
 
 RECORD = ROOT / "docs" / "analysis.json"
 

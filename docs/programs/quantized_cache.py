@@ -13,7 +13,7 @@ from results import OWN, UNIT, WINDOWS, read_data, write_data
 from torch.nn.functional import cross_entropy
 
 from tinykv import hf
-from tinykv.data import load_windows
+from tinykv.lab.data import load_windows
 from tinykv.methods.registry import METHODS
 
 T, PROMPT = 512, 256
@@ -30,7 +30,7 @@ def cache_of(row, model, config):
     """A cache of transformers, and a function that gives its true bits when it is full."""
     from transformers import DynamicCache, QuantizedCache
 
-    from tinykv.hf.transformers import MethodCache
+    from tinykv.lab.transformers import MethodCache
     if row is None:
         return DynamicCache(config=model.config), lambda: 16
     name, settings = row

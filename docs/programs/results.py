@@ -26,15 +26,16 @@ from crossing import CELLS, EMBEDDED
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from tinykv import hf, plots  # noqa: E402
+from tinykv import hf  # noqa: E402
 from tinykv.calibrate import calibrate  # noqa: E402
-from tinykv.data import Windows, load_windows  # noqa: E402
-from tinykv.data.windows import MOST, encode_documents, read_documents, spread  # noqa: E402
-from tinykv.differences import paired  # noqa: E402
 from tinykv.evaluate import measure  # noqa: E402
+from tinykv.lab import plots  # noqa: E402
+from tinykv.lab.data import Windows, load_windows  # noqa: E402
+from tinykv.lab.data.windows import MOST, encode_documents, read_documents, spread  # noqa: E402
+from tinykv.lab.differences import paired  # noqa: E402
+from tinykv.lab.run import flags  # noqa: E402
+from tinykv.lab.run.entries import build_entries, calibrate_all  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
-from tinykv.run import flags  # noqa: E402
-from tinykv.run.entries import build_entries, calibrate_all  # noqa: E402
 
 DATA = ROOT / "docs" / "results.json"
 UNIT = 1e-5  # nats a token

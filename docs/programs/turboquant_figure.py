@@ -16,9 +16,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the repository
 
 from eval_ppl import compare  # noqa: E402
-from tinykv import cli, hf, plots  # noqa: E402
-from tinykv.data import load_windows  # noqa: E402
-from tinykv.run.settings import load_class  # noqa: E402
+from tinykv import hf  # noqa: E402
+from tinykv.lab import cli, plots  # noqa: E402
+from tinykv.lab.data import load_windows  # noqa: E402
+from tinykv.lab.run.settings import load_class  # noqa: E402
 from tinykv.tracing import Trace  # noqa: E402
 
 METHOD = f"{ROOT / 'docs' / 'examples' / 'turboquant.py'}:TurboQuant"

@@ -8,8 +8,8 @@ from safetensors.torch import save as to_bytes
 from torch.overrides import TorchFunctionMode
 
 from tinykv import UserError, first_line
-from tinykv.files import check_regular, read_json, write, write_json
 from tinykv.hf.config import checkpoint_folder, config_fields, load_config
+from tinykv.hf.files import check_regular, read_json, write, write_json
 from tinykv.model import Llama
 
 # A folder -> the model

@@ -10,7 +10,7 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from tinykv import UserError
-from tinykv.files import read_json
+from tinykv.hf.files import read_json
 from tinykv.hf.hub import fetch_model
 from tinykv.model import LlamaConfig
 

@@ -1,7 +1,7 @@
 """Text to token ids and back: sentencepiece (LLaMA 1 and 2, Mistral), and tokenizer.json (Llama 3, Qwen)."""
 from tinykv import UserError, first_line
-from tinykv.files import check_regular, read_json
 from tinykv.hf.config import checkpoint_folder
+from tinykv.hf.files import check_regular, read_json
 
 LARGEST = 10 ** 8  # bytes of a tokenizer
 

@@ -1,0 +1,1 @@
+"""What stands around the reference: commands and their tables, experiments, kernels, adapters."""

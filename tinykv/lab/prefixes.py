@@ -1,0 +1,48 @@
+"""IntactKV's prefix as the user gives it: bos, a text file, or a file that train_intact.py wrote."""
+import json
+
+from tinykv import UserError
+from tinykv.hf.files import load_tensors, read_text, save_tensors
+from tinykv.lab.tables import fingerprint
+from tinykv.lab.weights.command import FULL_PRECISION
+from tinykv.methods.intactkv import Prefix
+
+FORMAT = "tinykv-prefix"  # what the file says that it is
+
+
+def open_prefix(what, tokenizer):
+    """"bos", or the path of a text file or of a trained prefix (.safetensors) -> Prefix."""
+    if what == "bos":
+        if tokenizer.bos_id is None:
+            raise UserError("this tokenizer has no BOS; give a text file for a prefix")
+        return Prefix(what, [tokenizer.bos_id])
+    if what.endswith(".safetensors"):
+        return load_prefix(what)
+    text = read_text(what).rstrip("\n")
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return Prefix(what, [*bos, *tokenizer.encode(text)])
+
+
+def fill_prefix(prefix, full, quantized, weights=FULL_PRECISION):
+    """Give a prefix its keys and values for `quantized`, whose weights have this label.
+
+    A trained prefix has them already. UserError if it was trained for another model, or for other weights.
+    """
+    if prefix.trained_for is None:
+        prefix.fill(full, quantized)
+    elif prefix.trained_for != {"model": fingerprint(full), "weights": weights}:
+        raise UserError(f"the prefix {prefix} was trained for another model or for other weights, "
+                        f"{prefix.trained_for}; train it for {weights} of this model")
+
+
+def save_prefix(path, prefix):
+    """Write a trained prefix, whole or not at all."""
+    notes = {"format": FORMAT, **prefix.trained_for, "ids": json.dumps(prefix.ids)}
+    save_tensors(path, {"keys": prefix.keys, "values": prefix.values}, notes)
+
+
+def load_prefix(path):
+    """What `save_prefix` wrote."""
+    tensors, notes = load_tensors(path, FORMAT)
+    trained_for = {"model": notes["model"], "weights": notes["weights"]}
+    return Prefix(str(path), json.loads(notes["ids"]), tensors["keys"], tensors["values"], trained_for)

@@ -1,0 +1,285 @@
+"""From the flags of eval_ppl.py to its entries: which methods, with which settings, on which weights; all calibrated.
+
+A setting is an argument of a method's constructor, so a new method brings its flags along. A flag with several values,
+such as `--preserve 1,5`, makes an entry for each, for every method that takes it.
+"""
+import copy
+import inspect
+import itertools
+from bdb import BdbQuit
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from tinykv import UserError, calibrate, did_you_mean
+from tinykv.codecs.base import CALIBRATION_WINDOWS
+from tinykv.lab import cli, shared_flags
+from tinykv.lab.prefixes import fill_prefix, open_prefix
+from tinykv.lab.run import ranks
+from tinykv.lab.run.settings import constructor_arguments, is_made, load_class, names_of, settings_of
+from tinykv.lab.tables import Tables, hash_of
+from tinykv.lab.weights import restore
+from tinykv.lab.weights.command import quantized_blocks, quantizers_of, weights_label
+from tinykv.methods.registry import METHODS
+
+
+@dataclass
+class Entry:
+    """A row of the table: a method with its settings, on a model whose weights may be quantized."""
+    label: str  # in the table: "pfn preserve=5"
+    name: str  # of the method: "pfn", or "Mine" of mine.py:Mine
+    methods: list  # of the method, one for each draw of the calibration, where there is something to calibrate
+    settings: dict  # all that the method takes, {name: value}
+    weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
+    quantizer: object = None  # of the weights
+    beside: str = ""  # settings it was given to match the method it is a baseline for
+    results: list = field(default_factory=list)  # of its evaluation: a `Result` of each of its methods
+    error: Exception | None = None  # what calibration or evaluation ended with
+
+    @property
+    def method(self):
+        return self.methods[0]
+
+    @property
+    def title(self):
+        """In messages, where no column names the weights: "pfn preserve=5 awq-3"."""
+        return f"{self.label} {self.weights}" if self.weights else self.label
+
+    @property
+    def is_own(self):
+        """Whether the user wrote the class of the method or of a codec, or a function in it, or made the method: then
+        nobody knows what its tables depend on."""
+        makers = [self.method, *(codec for _, _, codec in self.method.each_codec())]
+        classes = {cls for maker in makers for cls in type(maker).__mro__[:-1]}  # without object
+        written = {cls.__module__ for cls in classes}
+        parts = [part for cls in classes for part in vars(cls).values() if inspect.isfunction(part)]
+        written |= {part.__module__ for part in parts if part is not copy.deepcopy}  # which is their `__copy__`
+        return not self.settings or not all(module.startswith("tinykv.") for module in written)
+
+    def made_of(self, windows, draw):
+        """A hash of all that a draw's tables depend on: windows, method, settings, weight quantizer, k-means' seed, and
+        code. None for the user's own code, which is calibrated anew each time."""
+        return None if self.is_own else hash_of(windows, draw, self.name, self.settings, self.quantizer,
+                                                str(self.method.stored_as()))
+
+
+@contextmanager
+def attempt(doing, *entries):
+    """Do something for entries. If it raises, they fail and the others go on. The command ends if fp16 (the reference
+    for all others) fails, if other processes are waiting, or if the user quits the debugger."""
+    cli.step(doing)
+    try:
+        yield
+    except Exception as error:
+        _, n_ranks = ranks.here()
+        if n_ranks > 1 or isinstance(error, BdbQuit) or "fp16" in [entry.name for entry in entries]:
+            raise
+        for entry in entries:
+            entry.error = error
+        cli.note(f"{', '.join(entry.title for entry in entries)} failed: {cli.reason(error)}")
+
+
+# Entries
+
+def build_entries(args, config, tokenizer, check=None):
+    """The entries, {title: Entry}, fp16 first; and what is left out for its settings, {what: why}.
+
+    Every method runs on each quantized model, and fp16 also on the full-precision model. Without --weights all run on
+    the latter. check: another check that each method has to pass, by a UserError.
+    """
+    # 1. The methods: fp16, those that a single method is compared with, those that were asked for
+    asked = []
+    for method in args.method:
+        asked += METHODS if method == "all" else [method]
+    compared = load_class(asked[0]).beside if len(asked) == 1 else {}
+    names = names_of(["fp16", *compared, *asked])  # {method: name}, each method once
+
+    # 2. An entry for each, on each weights
+    given = {name: getattr(args, name) for name in args.settings if hasattr(args, name)}
+    entries, left_out = {}, {}
+    quantizers = quantizers_of(args)
+    for weights in [None, *quantizers]:
+        if "prefix" in given:  # opened anew: a prefix holds keys and values of one model
+            given["prefix"] = [open_prefix(str(what), tokenizer) for what in given["prefix"]]
+        run_here = {"fp16": "fp16"} if quantizers and weights is None else names
+        for method, name in run_here.items():
+            beside, refused = compared.get(method, {}), None if method in args.method else left_out
+            for entry in entries_of(method, name, beside, given, config, check, refused):
+                entry.weights, entry.quantizer = weights, quantizers.get(weights)
+                if entry.title in entries:
+                    raise UserError(f"two rows are called {entry.title}; give one of them another `name`")
+                entries[entry.title] = entry
+
+    # 3. Refuse a setting that none of the methods asked for takes
+    for setting in given:
+        flag = "--" + setting.replace("_", "-")
+        others = [names[method] for method in asked
+                  if is_made(method)
+                  or not any(setting in chosen for chosen in combinations(load_class(method), given, {}))]
+        if len(others) == len(asked):
+            raise UserError(f"{flag} is not a setting of {', '.join(others)} with these flags; see --list-methods")
+        if others:
+            left_out[flag] = f"no setting of {', '.join(others)} as asked for"
+    return entries, left_out
+
+
+def entries_of(asked, name, beside, given, config, check, refused):
+    """The entries of one method, for each combination of the values that it takes.
+
+    asked: a name, a class, or an instance with its settings. name: what the table calls it. beside: settings to match
+    the method it is a baseline for. check: as in `build_entries`. refused: collects combinations that are not
+    possible. None if the method was asked for by name: then such a combination is an error.
+    """
+    cls, made, entries = load_class(asked), is_made(asked), []
+    for chosen in [{}] if made else combinations(cls, given, beside):
+        label = label_of(name, chosen, given)
+        takes = settings_of(cls, chosen.get("scheme"))
+        matched = {setting: value for setting, value in beside.items() if setting in takes and setting not in chosen}
+        arguments = {**matched, **constructor_arguments(cls, chosen)}
+        try:
+            method = copy.deepcopy(asked) if made else cls(config, **arguments)
+            for setting in ("preserve", "recent", "block", "choose"):
+                if arguments.get(setting) not in (None, getattr(method, setting)):
+                    raise UserError(f"{name} is given {setting}, and does not keep it; let its constructor set "
+                                    f"self.{setting}")
+            method.check()
+            if check is not None:
+                check(method)
+        except UserError as error:
+            if refused is None:
+                raise
+            refused[label] = error
+            continue
+        words = ", ".join(f"{setting}={value}" for setting, value in matched.items())
+        settings = {} if made else {**settings_of(cls), **arguments}
+        entries.append(Entry(label, name, [method], settings, beside=words))
+    return entries
+
+
+def combinations(cls, given, beside):
+    """Every combination of the given values that reach a method, [{setting: value}].
+
+    given: {setting: [value, ...]}. A scheme's own settings are combined with that scheme only. beside: other defaults
+    than the method's, {setting: value}.
+    """
+    defaults = {**settings_of(cls), **beside}
+    schemes = given.get("scheme", [defaults["scheme"]]) if "scheme" in defaults else [None]
+    combined = []
+    for scheme in schemes:
+        # the settings that the method takes under this scheme, each with its given values
+        takes = settings_of(cls, scheme)
+        values = {name: [scheme] if name == "scheme" else options for name, options in given.items()
+                  if name in takes or name == "bits" and "k_bits" in takes}
+        combined += [dict(zip(values, combination)) for combination in itertools.product(*values.values())]
+    return combined
+
+
+def label_of(name, chosen, given):
+    """The name of an entry in the table: the method, and each setting that was given several values."""
+    words = [name]
+    for setting, value in chosen.items():
+        if len(given[setting]) > 1:
+            text = format(value, ".12g") if isinstance(value, int | float) else str(value)
+            words.append(f"{setting}={text}")
+    return " ".join(words)
+
+
+def check_entries(args, entries):
+    """Refuse entries that are visibly wrong, before the model is loaded."""
+    context = args.context
+    for title, entry in entries.items():
+        if not entry.method.keeps_share and entry.method.preserve > context:
+            raise UserError(f"{title} keeps {entry.method.preserve} tokens, and a window has {context}; keep fewer")
+        prefix = len(entry.method.prefix.ids) if entry.method.prefix else 0
+        if args.prompt and not prefix < args.prompt < context:
+            raise UserError(f"--prompt {args.prompt} has to be longer than the prefix of {title}, {prefix} tokens, "
+                            f"and shorter than a window, {context}")
+    if args.vs is not None and args.vs not in entries and args.vs not in [title.split()[0] for title in entries]:
+        raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(entries)}"
+                        + did_you_mean(args.vs, entries))
+
+
+# Calibration
+
+def calibrate_all(args, model, entries, test=None):
+    """Quantize the weights, and calibrate each method of {title: Entry} on the model that it runs on.
+
+    test: the windows (W, T) to evaluate on. Returns {label of weights: Llama}; None is the model itself.
+    """
+    # calibration reads its text in full precision, so there are no codes to attend from
+    model.use_attention("plain" if args.attention == "plain" else "fused")
+
+    # 1. The text (W, T). Each of them sees its first windows
+    text = of_weights = None
+    if any(e.method.needs_calibration or e.quantizer and e.quantizer.needs_text for e in entries.values()):
+        most = max(entry.method.calibration_windows for entry in entries.values())
+        n = args.draws * (args.calib_windows or most)
+        text = shared_flags.calibration_text(args, n, test)  # (n, T)
+        of_weights = text[:args.calib_windows or CALIBRATION_WINDOWS]  # (C, T)
+    kept = {None: Tables(args.calibration, model)}  # {label of weights: what is kept of calibrations on them}
+
+    # 2. The weights
+    models = {None: model}
+    for entry in entries.values():
+        if entry.weights not in models:
+            tensors = partial(quantized_blocks, model, entry.weights, entry.quantizer, of_weights, kept[None])
+            models[entry.weights] = restore(model, entry.quantizer, ranks.shared(tensors, args.device))
+
+    # 3. The methods: those that run on the same weights and see as many windows read them together
+    together = defaultdict(list)  # {(label of weights, C): [Entry]}
+    for entry in entries.values():
+        if entry.method.needs_calibration:
+            if args.calibration and entry.is_own:
+                cli.note(f"{entry.title}: {args.calibration} keeps no tables of code, or of an instance, of your own")
+            together[entry.weights, args.calib_windows or entry.method.calibration_windows].append(entry)
+        entry.method.check_model(models[entry.weights])
+    for (weights, C), group in together.items():
+        if weights not in kept:
+            kept[weights] = Tables(args.calibration, models[weights])
+        calibrate_group(group, models[weights], text[:args.draws * C], args.draws, kept[weights])
+
+    # 4. Prefixes: their keys and values come from the full-precision model
+    for entry in entries.values():
+        label = weights_label(entry.weights, entry.quantizer, args.calib_data or args.data, of_weights)
+        for method in entry.methods:
+            if method.prefix:
+                fill_prefix(method.prefix, model, models[entry.weights], label)
+    return models
+
+
+def calibrate_group(group, model, text, draws, kept):
+    """Calibrate entries on each draw of text (draws * C, T), or take their tables from kept `Tables`, which are given
+    new ones. Draw d is windows d * C to d * C + C - 1, and k-means' random numbers of seed d."""
+    for entry in group:
+        entry.methods += [copy.deepcopy(entry.method) for _ in range(1, draws)]
+    for draw, windows in enumerate(text.chunk(draws)):  # (C, T)
+        lacking = []  # in what is kept
+        for entry in group:
+            tables = ranks.shared(partial(kept.get, entry.made_of(windows, draw)), text.device)
+            if tables is None:
+                lacking.append(entry)
+            else:
+                entry.methods[draw].restore(tables, model)
+        if lacking:
+            calibrate_together(lacking, draw, model, windows, kept)
+        group = [entry for entry in group if not entry.error]
+
+
+def calibrate_together(entries, draw, model, windows, kept):
+    """Calibrate entries on the windows (C, T) of one draw, on rank 0; if one of them fails, each by itself."""
+    titles, methods = ", ".join(entry.title for entry in entries), [entry.methods[draw] for entry in entries]
+    rank, _ = ranks.here()
+    unseen = copy.deepcopy(methods)
+    with attempt(f"calibrating {titles}", *entries):
+        if rank == 0:
+            calibrate.calibrate(model, methods, windows, partial(cli.bar, what=f"calibrating {titles}"), draw)
+        for entry, method in zip(entries, methods):
+            tables = ranks.shared(method.calibrated, windows.device)
+            if rank > 0:
+                method.restore(tables, model)
+            kept.put(entry.made_of(windows, draw), tables)
+    if len(entries) > 1 and entries[0].error:
+        for entry, method in zip(entries, unseen):
+            entry.methods[draw], entry.error = method, None
+            calibrate_together([entry], draw, model, windows, kept)

@@ -1,0 +1,274 @@
+"""The table of `eval_ppl.py`: its heading, its rows, and what compares them.
+
+A row is a dict, as the JSON has it. The first one is fp16's, with which the others are compared.
+"""
+import contextlib
+import csv
+import itertools
+import platform
+import re
+import traceback
+from collections import defaultdict
+from html import escape
+from statistics import fmean as mean
+
+import torch
+
+from tinykv import UserError, hf
+from tinykv.evaluate import sum_of
+from tinykv.hf import files
+from tinykv.lab import cli, plots
+from tinykv.lab.data.windows import VOCABULARIES
+from tinykv.lab.differences import delta_error, paired
+from tinykv.lab.run import comparisons
+from tinykv.lab.weights import weight_bytes
+
+# column: (width, key of a row, format)
+COLUMNS = {
+    "weights": (7, "weights", ""),
+    "method": (8, "label", ""),
+    "scheme": (6, "scheme", ""),
+    "keep": (4, "preserve", "g"),
+    "ppl": (7, "ppl", ".3f"),
+    "delta": (7, "delta_ppl", "+.3f"),
+    "+-": (6, "delta_se", ".3f"),
+    "answers": (7, "answers", ".1%"),
+    "KL": (6, "kld", ".4f"),
+    "top-1": (6, "top1", ".1%"),
+    "bits": (5, "bits", ""),
+    "true": (5, "bits_true", ".2f"),
+    "128K": (5, "bits_128k", ".2f"),
+    "cache KB": (8, "cache_kb", ".0f"),
+    "s": (6, "seconds", ".1f"),
+}
+WIDE_ONLY = ("KL", "top-1", "bits", "128K", "cache KB", "s")
+
+
+def heading(args, model):
+    """Lines: what the table is of, the model and the text."""
+    parameters = sum(p.numel() for p in model.parameters())
+    attention = "" if args.attention == "fused" else f", attention {args.attention}"
+    prompt = f", prompt {args.prompt}" if args.prompt else ""
+    yield f"model {args.model}: {parameters:,} parameters, {args.dtype}, {args.device}"
+    if hasattr(model, "heading"):  # it runs through transformers
+        yield model.heading()
+    yield (f"data {args.data}: {args.windows} windows of {args.context} tokens, "
+           f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}")
+    if args.data in VOCABULARIES and args.model != str(hf.EMBEDDED):
+        yield f"{args.data} was written for the embedded model; --data wikitext2 or a file is a text for others"
+
+
+def findings(args, model, windows, models, entries, left_out):
+    """Lines: what the rows are measured with, the weights, what calibration found, and when tokens are chosen."""
+    if any(entry.method.calibrated() for entry in entries.values()):
+        many = f"{args.draws} calibrations, each on text of its own: means; +- and t are over draws and windows"
+        yield "one calibration: +- and t are over windows" if args.draws == 1 else many
+    once = ", quantized once" if args.draws > 1 else ""
+    for weights, smaller in models.items():
+        if weights:
+            megabytes, instead_of = weight_bytes(smaller) / 1e6, weight_bytes(model) / 1e6
+            yield f"weights {weights}: {megabytes:.2f} MB instead of {instead_of:.2f} MB{once}"
+    if windows.start > 1:
+        what = "prompt" if args.prompt else "bos given" if windows.start == 2 and args.bos == "given" else "prefix"
+        yield f"{what}: the first {windows.start} tokens of every window, which are not predicted"
+    for what, why in left_out.items():
+        yield f"{what} is left out: {why}"
+    for title, entry in entries.items():
+        if entry.beside:
+            yield f"{title}: {entry.beside}, as the method that it is shown beside"
+        if entry.error is None:
+            for said in filter(None, dict.fromkeys(method.describe() for method in entry.methods)):
+                yield f"{title}: {said}"  # also what another draw has found
+        if choice_of(entry, args) and (args.prompt or args.protocol == "stream"):
+            when = {"prompt": "once, after the prompt", "always": "at each quantization"}
+            yield f"{title}: the tokens to keep are chosen {when[choice_of(entry, args)]}"
+
+
+def choice_of(entry, args):
+    """When an entry's method chooses the tokens to keep: "prompt", "always", or None where it has no such setting."""
+    if "choose" not in entry.settings:
+        return None
+    return entry.method.choose if args.prompt else "always"
+
+
+# A row
+
+def row_of(entry, fp16, args):
+    """A row of the table, as the JSON has it. entry, fp16: `Entry`s."""
+    settings = {name: value if isinstance(value, int | float | None) else str(value)
+                for name, value in entry.settings.items()}
+    row = {
+        "label": entry.label,
+        "method": entry.name,
+        "settings": settings,
+        "weights": entry.weights,
+        "scheme": entry.method.scheme,
+        "k_bits": entry.method.k_bits,
+        "v_bits": entry.method.v_bits,
+        "preserve": entry.method.preserve,
+        "protocol": args.protocol,
+        "prompt": args.prompt,  # tokens of it, or None
+        "choose": choice_of(entry, args),
+        "bits_nominal": (entry.method.k_bits + entry.method.v_bits) / 2,
+        "offline_bytes": entry.method.offline_bytes,
+        "windows": args.windows,
+        "fault": entry.error and f"failed: {cli.reason(entry.error)}",  # then nothing was measured
+    }
+    # a `Result` for each draw; what has nothing to calibrate was evaluated once
+    results, exact = (e.results * (args.draws // len(e.methods)) for e in (entry, fp16))
+    if row["fault"]:
+        return {**row, **dict.fromkeys(figures_of(exact, exact))}
+    figures = figures_of(results, exact)
+    return {**row, **figures, "preserve": row["preserve"] or figures["kept"]}  # of one's own, what the cache keeps
+
+
+def figures_of(results, exact):
+    """What an entry cost in predictions, what its cache takes, and how long it took: means over draws of the
+    calibration. results, exact: a `Result` for each draw, of the entry and of fp16."""
+    result, fp16 = sum_of(results), sum_of(exact)
+    targets = result.targets / len(result.nll)  # of a window
+    nll, nll_exact = ([draw.nll for draw in draws] for draws in (results, exact))
+    nats, nats_se, *_ = paired(nll, nll_exact)  # above fp16
+    return {
+        "ppl": result.ppl,
+        "delta_ppl": result.ppl - fp16.ppl,
+        "delta_se": delta_error(nll, nll_exact),
+        "nats": nats,
+        "nats_se": nats_se,
+        "kld": max(0.0, sum(result.kl) / result.targets),
+        "top1": result.agree / result.targets,
+        "answers": result.right / result.answers if result.answers else None,
+        "kept": round(mean(result.kept), 1),
+        "reads_codes": result.reads_codes > 0,  # whether a query has read a code of an older token
+        "bits_true": mean(result.bits),
+        "bits_128k": mean(result.bits_far),
+        "cache_bytes": result.cache_bytes,
+        "seconds": result.seconds / len(results),
+        "window_nll": nll,  # nats a token: a list of draws, each a list of windows
+        "window_kl": [[kl / targets for kl in draw.kl] for draw in results],  # the same
+        "window_nll_along": [draw.nll_along for draw in results],  # of each window a list: of each 512 targets
+    }
+
+
+def columns_of(args, entries):
+    """The `cli.Columns` that the rows of {title: Entry} stand in, as wide as the longest name."""
+    columns = [column for column in COLUMNS if args.wide or column not in WIDE_ONLY]
+    if not any(entry.weights for entry in entries.values()):
+        columns.remove("weights")
+    longest = {"method": max(len(entry.label) for entry in entries.values()),
+               "scheme": max(len(entry.method.scheme or "") for entry in entries.values()),
+               "weights": max(len(entry.weights or "") for entry in entries.values())}
+    widths = [max(COLUMNS[column][0], longest.get(column, 0)) for column in columns]
+    return cli.Columns(columns, [], columns.index("keep"), widths)
+
+
+def cells(row, columns):
+    """(value, format) in each of some columns; None for what the row has not, as where its method has failed."""
+    bits = dict.fromkeys([f"{row['k_bits']:g}", f"{row['v_bits']:g}"])  # once, where they are equal
+    row = {**row, "bits": "/".join(bits), "cache_kb": row["cache_bytes"] and row["cache_bytes"] / 1024}
+    if row["fault"]:
+        row["ppl"] = "failed"
+    return [(row[key], form) for _, key, form in map(COLUMNS.get, columns)]
+
+
+def faults(entries):
+    """Lines: what went wrong with which entry."""
+    for title, entry in entries.items():
+        if entry.error is not None:
+            yield f"{title} failed: {cli.reason(entry.error)}"
+            if not isinstance(entry.error, UserError):
+                yield "".join(traceback.format_exception(entry.error)).rstrip()
+
+
+class Table(list):
+    """The rows, and the lines and `cli.Columns` around them. `pandas.json_normalize(table)` is a DataFrame."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.args, self.parts, self.columns = args, [], None
+
+    def fill(self, parts, show=lambda line: None):
+        """Take the parts of a table as they come, and what compares its rows. show: is handed what to print."""
+        for part in itertools.chain(parts, self.rest()):
+            if isinstance(part, dict):
+                self.append(part)
+                self.columns.lines.append([cli.figure(*cell) for cell in cells(part, self.columns.head)])
+                show(self.columns.line(self.columns.lines[-1]))
+                with contextlib.suppress(UserError):  # a full disk is reported at the end
+                    self.write()
+                continue
+            if isinstance(part, cli.Columns):
+                self.columns = part
+            self.parts.append(part)
+            show(part)
+        if self.args.plot:
+            plots.save(self.plot(), self.args.plot)
+        self.write()
+
+    def write(self):
+        """The rows so far, to --json FILE."""
+        if self.args.json is not None:
+            files.write_json(self.args.json, self.content(), "tinykv-table")
+
+    def content(self):
+        """The rows so far, as the JSON that --json asks for."""
+        args, versions = self.args, {"python": platform.python_version(), "torch": torch.__version__}
+        return {"rows": self, "vs": self.vs(), "model": args.model, "data": args.data, "context": args.context,
+                "windows": args.windows, "draws": args.draws, "seed": args.seed, "versions": versions}
+
+    def measured(self):
+        return [row for row in self if not row["fault"]]
+
+    def vs(self):
+        """What --vs compares, a dict of each row; none without --vs."""
+        return comparisons.differences(self.measured(), self.args.vs) if self.args.vs is not None else []
+
+    def to_csv(self, path):
+        """The figures of each row, for a spreadsheet."""
+        names = [name for name, value in self[0].items() if not isinstance(value, list | dict)]
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(self)
+
+    def to_latex(self):
+        """The rows as a table of a paper: true bits, perplexity, nats a token above fp16 with their paired error."""
+        lines = [r"\begin{tabular}{lrrr}", r"method & true bits & perplexity & nats above fp16 \\", r"\hline"]
+        for row in self.measured():
+            title = re.sub(r"([%_&#$])", r"\\\1", comparisons.title_of(row))
+            error = "" if row["nats_se"] is None else rf" \pm {row['nats_se']:.3f}"
+            lines.append(rf"{title} & {row['bits_true']:.2f} & {row['ppl']:.3f} & ${row['nats']:.3f}{error}$ \\")
+        return "\n".join([*lines, r"\end{tabular}"])
+
+    def rest(self):
+        """What stands below the rows, and what --vs compares."""
+        yield from self.no_news()
+        if self.args.vs is not None:
+            yield from ("", comparisons.compared_with_one(self.measured(), self.args.vs))
+
+    def no_news(self):
+        """Lines about rows that say nothing about their method, or nothing new."""
+        same = defaultdict(list)  # {(method, weights, losses): [title]}
+        for row in self.measured():
+            title = comparisons.title_of(row)
+            same[row["method"], row["weights"], str(row["window_nll"])].append(title)
+            quantizes = row["bits_nominal"] < 16
+            if quantizes and not row["reads_codes"]:
+                yield f"{title}: in windows this short no query reads a code; use a longer --context"
+            elif quantizes and row["preserve"] and not row["kept"]:
+                yield f"{title}: the method says that it keeps {row['preserve']} tokens, and keeps none"
+        for titles in same.values():
+            if len(titles) > 1:
+                yield f"{', '.join(titles)}: identical losses; the settings in which they differ have no effect here"
+
+    def plot(self):
+        """The Figure of --plot."""
+        return comparisons.perplexity(self.measured())
+
+    def __repr__(self):
+        return "\n".join(map(str, self.parts))
+
+    def _repr_html_(self):
+        """What a notebook shows."""
+        return "\n".join(part._repr_html_() if isinstance(part, cli.Columns) else f"{escape(part)}<br>"
+                         for part in self.parts if part)
