@@ -1,9 +1,9 @@
 """An assignment in which a student finds a fault with the debugger: `python -m docs.course.hunt NAME FOLDER --seed N`.
 
 With --students, each gets FOLDER/<student>/page.py: an assignment's page of docs/ladder with one fault of those in
-tests/course/NAME.py that change what it prints, drawn by the seed and the student's name. So are its names: a `diff`
-with the public page shows most lines. hunt.md says what they hand in. Without --students, the files of FOLDER are
-graded, under the grader's limits.
+tests/lab/course/NAME.py that change what it prints, drawn by the seed and the student's name. So are its names: a
+`diff` with the public page shows most lines. hunt.md says what they hand in. Without --students, the files of FOLDER
+are graded, under the grader's limits.
 """
 import difflib
 import random
@@ -53,7 +53,7 @@ def main():
 def planted(name, student, seed):
     """The page with a student's fault -> its text, that of the right page, and the indices of the lines that differ."""
     draws, page = random.Random(key_of(f"{seed} {name} {student}")), answer_of(name + PAGE).read_text(encoding="utf-8")
-    faults = runpy.run_path(str(ROOT / "tests" / "course" / f"{name}.py"))
+    faults = runpy.run_path(str(ROOT / "tests" / "lab" / "course" / f"{name}.py"))
     old, new = faults["PAGE"][draws.choice(faults["PRINTED"])]
     names = {word: draws.choice(others) for word, others in OTHERS.items()}
 

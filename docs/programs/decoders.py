@@ -5,7 +5,7 @@
 
 A model here is small and random, and made by its config. A method works on it if the model's logits through a
 MethodCache are those through transformers' own cache: within what 16 bits round for fp16, and near them for kivi at 8
-bits. tests/test_decoder.py asks the same.
+bits. tests/lab/test_decoder.py asks the same.
 """
 import torch
 import transformers

@@ -20,7 +20,7 @@ from tinykv.codecs.centred import Centred
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.registry import METHODS
 
-FILE = Path(__file__).parent.parent / "docs" / "examples" / "formats.py"
+FILE = Path(__file__).parents[2] / "docs" / "examples" / "formats.py"
 #  scheme: bits of a number, with the scale
 TRUE = {"fp8": 8, "nvfp4": 4.5, "mxfp8": 8.25, "mxfp4": 4.25, "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5, "q5_0": 5.5,
         "q5_1": 6, "int8_per_token_head": 8.5}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-PROGRAMS = Path(__file__).parent.parent / "docs" / "programs"
+PROGRAMS = Path(__file__).parents[2] / "docs" / "programs"
 
 
 def run(*words, **variables):

@@ -33,7 +33,7 @@ from tinykv.lab.weights import QUANTIZERS, quantize
 from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.methods.registry import METHODS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WEIGHTS = f"{EMBEDDED}/model.safetensors"
 WIDE = ["--context", "64", "--windows", "2"]
 TRAINING = ["--context", "48", "--windows", "1", "--calib-windows", "1", "--samples", "2", "--accumulate", "2",

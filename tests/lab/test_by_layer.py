@@ -12,7 +12,7 @@ from tinykv.cache import KVCache
 from tinykv.calibrate import Text, calibrate
 from tinykv.codecs.schemes import SCHEMES
 
-FILE = Path(__file__).parent.parent / "docs" / "examples" / "by_layer.py"
+FILE = Path(__file__).parents[2] / "docs" / "examples" / "by_layer.py"
 
 
 @pytest.fixture(autouse=True, scope="module")

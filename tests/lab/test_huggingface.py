@@ -30,7 +30,7 @@ transformers = pytest.importorskip("transformers")
 MethodCache = pytest.importorskip("tinykv.lab.transformers").MethodCache  # which asks for more of it
 from tinykv.lab.decoder import NAME, AsGiven  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 T, NEW = 11, 6  # tokens of a prompt and of an answer, while which a block of 8 is quantized
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 QUICK = ("kvsink", "antkv", "intactkv", "kivi")  # what the others need, these need, too

@@ -18,7 +18,7 @@ from tinykv.cache import KVCache
 from tinykv.codecs.base import unpack
 from tinykv.lab.run.settings import load_class
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True, scope="module")

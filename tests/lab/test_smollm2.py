@@ -1,7 +1,7 @@
 """A real model: two methods on SmolLM2-135M-Instruct, and the search for its outlier.
 
     python docs/programs/smollm2.py --out DIR
-    TINYKV_SMOLLM2=DIR pytest tests/test_smollm2.py
+    TINYKV_SMOLLM2=DIR pytest tests/lab/test_smollm2.py
 """
 import os
 from pathlib import Path

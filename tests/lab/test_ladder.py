@@ -33,7 +33,7 @@ from tinykv.model import Rope
 pytest.importorskip("triton")  # of two pages
 from tinykv.lab.triton_cache import TritonCache  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("docs/ladder/*.py"))
 pytestmark = pytest.mark.usefixtures("interpreted_quickly")
 

@@ -41,7 +41,7 @@ from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
 from tinykv.model import Llama, LlamaConfig
 from tinykv.tracing import Trace
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 IDS = [1, 30, 7, 7, 22, 3, 9, 14, 2, 40, 5, 5, 1, 17, 28, 33, 12, 6]
 
 

@@ -1,5 +1,5 @@
 """The course's tests are tests: right answers get all points, wrong ones lose some, and what a submission does besides
-its task brings it nothing. tests/course/ has what students get wrong, as changes of an assignment's answer.py."""
+its task brings it nothing. tests/lab/course/ has what students get wrong, as changes of an assignment's answer.py."""
 import ast
 import ctypes
 import importlib
@@ -34,7 +34,7 @@ from tinykv.lab.run import flags
 from tinykv.methods.registry import METHODS
 
 fcntl, resource = pytest.importorskip("fcntl"), pytest.importorskip("resource")  # Windows grades nothing
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SEED = "2039187523"
 NAMES = tuple(assignments.ANSWERS)
 PARTS = [name + part for name in NAMES for part in ("", PAGE)]
@@ -48,7 +48,7 @@ confined = pytest.mark.skipif(confine.landlock is None, reason="needs landlock a
 
 def faults_of(part):
     """{name: (old text, new text)}, of what is right."""
-    file = ROOT / "tests" / "course" / f"{part.removesuffix(PAGE)}.py"
+    file = ROOT / "tests" / "lab" / "course" / f"{part.removesuffix(PAGE)}.py"
     return runpy.run_path(str(file))["PAGE" if part.endswith(PAGE) else "WRONG"]
 
 
@@ -743,7 +743,7 @@ def test_a_hunt_is_graded_by_line_and_change(run, monkeypatch, tmp_path):
 def test_a_fault_to_hunt_changes_what_its_page_prints(name, tmp_path):
     """With one text; none ends with an error, which would tell the line; and other names change nothing."""
     printed, (page, faults) = [], (right_text(name + PAGE), FAULTS[name + PAGE])
-    chosen = runpy.run_path(str(ROOT / "tests" / "course" / f"{name}.py"))["PRINTED"]
+    chosen = runpy.run_path(str(ROOT / "tests" / "lab" / "course" / f"{name}.py"))["PRINTED"]
     for text in (page, hunt.planted(name, "ann", 7)[1], *(page.replace(*faults[row]) for row in chosen)):
         (tmp_path / "page.py").write_text(text, encoding="utf-8")
         printed.append(subprocess.check_output([sys.executable, tmp_path / "page.py", "1"], cwd=ROOT))

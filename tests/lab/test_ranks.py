@@ -12,7 +12,7 @@ from torch.multiprocessing import start_processes
 import eval_ppl
 from tinykv.evaluate import Result, sum_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TIMES = {"seconds"}
 
 

@@ -28,7 +28,7 @@ T, BROWSER = 44, shutil.which("chromium") or shutil.which("chromium-browser")
 LENGTHS, AT = [T, 39], {0: (30, 32), 1: (38, 39)}  # of two texts: tokens, and where their answers are
 FEW = {name: page.SHOWN[name] for name in ("rtn", "rtn, a level at 0", "pfn", "kvsink", "kivi", "intactkv")}
 FEW["kvsink"] = ("kvsink", {"emergence_layer": 0, "outlier_channel": 3})
-PAGE = Path(__file__).parents[1] / "docs" / "cache.html"
+PAGE = Path(__file__).parents[2] / "docs" / "cache.html"
 
 
 class Words:

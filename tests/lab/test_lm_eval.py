@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from tinykv.lab.run.lm_eval import TinyKV  # noqa: E402
 
 CODED = {"method": "rtn", "scheme": "token-dynamic", "bits": 2}  # a token's codes do not hang on later tokens
-TASKS = TaskManager(include_path=str(Path(__file__).parent.parent / "docs/lm_eval"), include_defaults=False)
+TASKS = TaskManager(include_path=str(Path(__file__).parents[2] / "docs/lm_eval"), include_defaults=False)
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +181,6 @@ def test_a_mistake_on_its_command_line_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: TinyKV(method="kvsnik"))
     monkeypatch.setattr("lm_eval.api.registry.register_model", lambda name: lambda cls: cls)  # it is there already
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(Path(__file__).parent.parent / "tinykv/lab/run/lm_eval.py"), run_name="__main__")
+        runpy.run_path(str(Path(__file__).parents[2] / "tinykv/lab/run/lm_eval.py"), run_name="__main__")
     err = capsys.readouterr().err
     assert end.value.code == 2 and err.count("\n") == 1 and "did you mean kvsink" in err

@@ -30,7 +30,7 @@ from tinykv.lab.weights import QUANTIZERS
 from tinykv.lab.weights import command as command_of_weights
 from tinykv.methods.registry import METHODS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = ["--context", "32", "--windows", "2", "--calib-windows", "2"]
 GPTQ = dict(weights="gptq", w_bits=2, context=32, windows=2, calib_windows=1)
 COLUMNS = ["method", "scheme", "keep", "ppl", "delta", "+-", "answers", "true"]  # by default

@@ -40,7 +40,7 @@ def test_a_cache_in_16_bits_is_transformers_own_and_one_in_8_is_near(name):
     """And the page says so, of the newest release that it names."""
     model, words = made(name), decoders.answers(name)
     if hasattr(transformers, "Qwen3_5TextConfig"):
-        assert decoders.line([name, *words]) in (Path(__file__).parent.parent / "docs/huggingface.md").read_text()
+        assert decoders.line([name, *words]) in (Path(__file__).parents[2] / "docs/huggingface.md").read_text()
     if words[1] == "no":
         return
     cache = MethodCache(model, decoders.method_of("fp16", model))
