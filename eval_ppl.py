@@ -11,7 +11,8 @@ from tinykv import hf
 from tinykv.evaluate import measure
 from tinykv.lab import cli
 from tinykv.lab.run import flags, ranks, settings, table
-from tinykv.lab.run.entries import attempt, build_entries, calibrate_all, check_entries
+from tinykv.lab.run.calibration import calibrate_all
+from tinykv.lab.run.entries import attempt, build_entries, check_entries
 
 
 def evaluate(args):

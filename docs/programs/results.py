@@ -34,7 +34,8 @@ from tinykv.lab.data import Windows, load_windows  # noqa: E402
 from tinykv.lab.data.windows import MOST, encode_documents, read_documents, spread  # noqa: E402
 from tinykv.lab.differences import paired  # noqa: E402
 from tinykv.lab.run import flags  # noqa: E402
-from tinykv.lab.run.entries import build_entries, calibrate_all  # noqa: E402
+from tinykv.lab.run.calibration import calibrate_all  # noqa: E402
+from tinykv.lab.run.entries import build_entries  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 
 DATA = ROOT / "docs" / "results.json"

@@ -23,7 +23,7 @@ from tinykv.hf import EMBEDDED
 from tinykv.lab import cli, shared_flags, tables
 from tinykv.lab.data import load_windows
 from tinykv.lab.differences import delta_error, paired
-from tinykv.lab.run import entries, flags
+from tinykv.lab.run import calibration, flags
 from tinykv.lab.run.entries import build_entries
 from tinykv.lab.run.settings import flags_of, settings_of
 from tinykv.lab.weights import QUANTIZERS
@@ -230,7 +230,7 @@ def calibrated(monkeypatch):
         found.extend(type(method).__name__ for method in methods)
         calibrate(model, methods, *more)
     found = []
-    monkeypatch.setattr(entries.calibrate, "calibrate", note)
+    monkeypatch.setattr(calibration.calibrate, "calibrate", note)
     return found
 
 
@@ -481,8 +481,8 @@ def test_work_is_not_lost_where_the_run_ends_early(rows_of, command, calibrated,
     """Killed in the second draw of the calibration, or while the third method is evaluated."""
     words, methods = ["--method", "rtn,kvsink", "--draws", "2", "--calibration", kept, *SMALL], ["RTN", "KVSink"]
     with monkeypatch.context() as patch:
-        stopped = Mock(wraps=entries.calibrate.calibrate, side_effect=[DEFAULT, KeyboardInterrupt])
-        patch.setattr(entries.calibrate, "calibrate", stopped)
+        stopped = Mock(wraps=calibration.calibrate.calibrate, side_effect=[DEFAULT, KeyboardInterrupt])
+        patch.setattr(calibration.calibrate, "calibrate", stopped)
         status, out, _ = command(*words)
     assert status == 130 and calibrated == methods
     assert [line.split()[0] for line in out.splitlines()] == ["model", "data", "tales"]  # the heading, before the work
@@ -644,7 +644,7 @@ def test_a_draw_that_fails_fails_its_row(rows_of, monkeypatch):
         if seed == 1 and any(type(method).__name__ == "PFN" for method in methods):
             raise KeyError("no")
     *_, without = rows_of("--method", "rtn,kvsink", "--draws", "2", *SMALL)
-    monkeypatch.setattr(entries.calibrate, "calibrate", fail_once)
+    monkeypatch.setattr(calibration.calibrate, "calibrate", fail_once)
     status, _, rows = rows_of("--method", "pfn,rtn,kvsink", "--draws", "2", *SMALL)
     assert status == 1 and (rows["pfn"]["ppl"], rows["pfn"]["fault"]) == (None, "failed: KeyError: 'no'")
     for name in ("rtn", "kvsink"):

@@ -1,4 +1,4 @@
-"""From the flags of eval_ppl.py to its entries: which methods, with which settings, on which weights; all calibrated.
+"""From the flags of eval_ppl.py to its entries: which methods, with which settings, on which weights.
 
 A setting is an argument of a method's constructor, so a new method brings its flags along. A flag with several values,
 such as `--preserve 1,5`, makes an entry for each, for every method that takes it.
@@ -7,20 +7,16 @@ import copy
 import inspect
 import itertools
 from bdb import BdbQuit
-from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
-from tinykv import UserError, calibrate, did_you_mean
-from tinykv.codecs.base import CALIBRATION_WINDOWS
-from tinykv.lab import cli, shared_flags
-from tinykv.lab.prefixes import fill_prefix, open_prefix
+from tinykv import UserError, did_you_mean
+from tinykv.lab import cli
+from tinykv.lab.prefixes import open_prefix
 from tinykv.lab.run import ranks
 from tinykv.lab.run.settings import constructor_arguments, is_made, load_class, names_of, settings_of
-from tinykv.lab.tables import Tables, hash_of
-from tinykv.lab.weights import restore
-from tinykv.lab.weights.command import quantized_blocks, quantizers_of, weights_label
+from tinykv.lab.tables import hash_of
+from tinykv.lab.weights.command import quantizers_of
 from tinykv.methods.registry import METHODS
 
 
@@ -198,88 +194,3 @@ def check_entries(args, entries):
     if args.vs is not None and args.vs not in entries and args.vs not in [title.split()[0] for title in entries]:
         raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(entries)}"
                         + did_you_mean(args.vs, entries))
-
-
-# Calibration
-
-def calibrate_all(args, model, entries, test=None):
-    """Quantize the weights, and calibrate each method of {title: Entry} on the model that it runs on.
-
-    test: the windows (W, T) to evaluate on. Returns {label of weights: Llama}; None is the model itself.
-    """
-    # calibration reads its text in full precision, so there are no codes to attend from
-    model.use_attention("plain" if args.attention == "plain" else "fused")
-
-    # 1. The text (W, T). Each of them sees its first windows
-    text = of_weights = None
-    if any(e.method.needs_calibration or e.quantizer and e.quantizer.needs_text for e in entries.values()):
-        most = max(entry.method.calibration_windows for entry in entries.values())
-        n = args.draws * (args.calib_windows or most)
-        text = shared_flags.calibration_text(args, n, test)  # (n, T)
-        of_weights = text[:args.calib_windows or CALIBRATION_WINDOWS]  # (C, T)
-    kept = {None: Tables(args.calibration, model)}  # {label of weights: what is kept of calibrations on them}
-
-    # 2. The weights
-    models = {None: model}
-    for entry in entries.values():
-        if entry.weights not in models:
-            tensors = partial(quantized_blocks, model, entry.weights, entry.quantizer, of_weights, kept[None])
-            models[entry.weights] = restore(model, entry.quantizer, ranks.shared(tensors, args.device))
-
-    # 3. The methods: those that run on the same weights and see as many windows read them together
-    together = defaultdict(list)  # {(label of weights, C): [Entry]}
-    for entry in entries.values():
-        if entry.method.needs_calibration:
-            if args.calibration and entry.is_own:
-                cli.note(f"{entry.title}: {args.calibration} keeps no tables of code, or of an instance, of your own")
-            together[entry.weights, args.calib_windows or entry.method.calibration_windows].append(entry)
-        entry.method.check_model(models[entry.weights])
-    for (weights, C), group in together.items():
-        if weights not in kept:
-            kept[weights] = Tables(args.calibration, models[weights])
-        calibrate_group(group, models[weights], text[:args.draws * C], args.draws, kept[weights])
-
-    # 4. Prefixes: their keys and values come from the full-precision model
-    for entry in entries.values():
-        label = weights_label(entry.weights, entry.quantizer, args.calib_data or args.data, of_weights)
-        for method in entry.methods:
-            if method.prefix:
-                fill_prefix(method.prefix, model, models[entry.weights], label)
-    return models
-
-
-def calibrate_group(group, model, text, draws, kept):
-    """Calibrate entries on each draw of text (draws * C, T), or take their tables from kept `Tables`, which are given
-    new ones. Draw d is windows d * C to d * C + C - 1, and k-means' random numbers of seed d."""
-    for entry in group:
-        entry.methods += [copy.deepcopy(entry.method) for _ in range(1, draws)]
-    for draw, windows in enumerate(text.chunk(draws)):  # (C, T)
-        lacking = []  # in what is kept
-        for entry in group:
-            tables = ranks.shared(partial(kept.get, entry.made_of(windows, draw)), text.device)
-            if tables is None:
-                lacking.append(entry)
-            else:
-                entry.methods[draw].restore(tables, model)
-        if lacking:
-            calibrate_together(lacking, draw, model, windows, kept)
-        group = [entry for entry in group if not entry.error]
-
-
-def calibrate_together(entries, draw, model, windows, kept):
-    """Calibrate entries on the windows (C, T) of one draw, on rank 0; if one of them fails, each by itself."""
-    titles, methods = ", ".join(entry.title for entry in entries), [entry.methods[draw] for entry in entries]
-    rank, _ = ranks.here()
-    unseen = copy.deepcopy(methods)
-    with attempt(f"calibrating {titles}", *entries):
-        if rank == 0:
-            calibrate.calibrate(model, methods, windows, partial(cli.bar, what=f"calibrating {titles}"), draw)
-        for entry, method in zip(entries, methods):
-            tables = ranks.shared(method.calibrated, windows.device)
-            if rank > 0:
-                method.restore(tables, model)
-            kept.put(entry.made_of(windows, draw), tables)
-    if len(entries) > 1 and entries[0].error:
-        for entry, method in zip(entries, unseen):
-            entry.methods[draw], entry.error = method, None
-            calibrate_together([entry], draw, model, windows, kept)

@@ -25,7 +25,8 @@ from tinykv.cache import KVCache
 from tinykv.evaluate import chunks_of
 from tinykv.lab import cli
 from tinykv.lab.run import flags
-from tinykv.lab.run.entries import build_entries, calibrate_all
+from tinykv.lab.run.calibration import calibrate_all
+from tinykv.lab.run.entries import build_entries
 
 
 @register_model("tinykv")
