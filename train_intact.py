@@ -10,12 +10,11 @@ import torch
 
 from tinykv import UserError, hf
 from tinykv.evaluate import measure
-from tinykv.hf.files import load_tensors, save_tensors
 from tinykv.lab import cli, shared_flags
 from tinykv.lab.data import load_windows
 from tinykv.lab.data.chats import SYSTEM, load_chats
 from tinykv.lab.prefixes import FORMAT, fill_prefix, open_prefix, save_prefix
-from tinykv.lab.tables import Tables, fingerprint, hash_of
+from tinykv.lab.tables import Tables, fingerprint, hash_of, load_tensors, save_tensors
 from tinykv.lab.weights import restore
 from tinykv.lab.weights.command import add_weights, quantized_blocks, quantizers_of, weights_label
 from tinykv.methods.fp16 import FP16

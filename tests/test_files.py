@@ -9,8 +9,8 @@ from safetensors.torch import save
 
 from tinykv import UserError, hf
 from tinykv.hf import EMBEDDED, files
-from tinykv.hf.files import load_tensors, read_json, read_text, save_tensors, write_json
-from tinykv.lab.tables import Tables, hash_of
+from tinykv.hf.files import read_json, read_text, write_json
+from tinykv.lab.tables import Tables, hash_of, load_tensors, save_tensors
 from tinykv.lab.weights import AWQ, GPTQ
 
 # ---- written

@@ -19,11 +19,10 @@ from tinykv.calibrate import calibrate
 from tinykv.codecs.base import Codec, Codes, Pair
 from tinykv.evaluate import measure, refuse_overflow
 from tinykv.hf import EMBEDDED
-from tinykv.hf.files import save_tensors
 from tinykv.lab.analysis import __main__ as analysis
 from tinykv.lab.data import load_windows
 from tinykv.lab.data.windows import Windows
-from tinykv.lab.tables import Tables, fingerprint
+from tinykv.lab.tables import Tables, fingerprint, save_tensors
 from tinykv.lab.weights import QUANTIZERS, quantize
 from tinykv.methods.base import Method
 from tinykv.methods.intactkv import exact_rows

@@ -23,7 +23,6 @@ from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
-from tinykv.hf.files import load_tensors
 from tinykv.lab.analysis.walk import walk
 from tinykv.lab.data import Windows, load_windows
 from tinykv.lab.data.stories import stories
@@ -31,7 +30,7 @@ from tinykv.lab.data.windows import encode_documents
 from tinykv.lab.prefixes import fill_prefix, load_prefix, open_prefix, save_prefix
 from tinykv.lab.run import flags
 from tinykv.lab.run.entries import build_entries
-from tinykv.lab.tables import fingerprint
+from tinykv.lab.tables import fingerprint, load_tensors
 from tinykv.lab.weights import quantize
 from tinykv.lab.weights.awq import AWQ
 from tinykv.lab.weights.omniquant import OmniQuant

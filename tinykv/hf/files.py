@@ -2,14 +2,11 @@
 
 Whatever is wrong with a file is a `UserError` of one line: which file, what is wrong, what to do.
 """
-import hashlib
 import json
 import math
 import os
 import secrets
 from pathlib import Path
-
-import torch
 
 from tinykv import UserError, first_line
 
@@ -49,35 +46,6 @@ def read_text(path, largest=LARGEST):
         raise UserError(f"{path} cannot be read ({first_line(error)}); give a UTF-8 text file") from None
 
 
-def load_tensors(path, kind, device="cpu"):
-    """What `save_tensors` wrote -> {name: tensor}, {name: text}.
-
-    kind: what its notes say that it is, as "format". UserError for another kind of file, or if the digest in the file
-    is not that of its tensors and notes.
-    """
-    from safetensors import SafetensorError, safe_open
-    check_regular(path)
-    try:
-        with safe_open(path, "pt", device=str(device)) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-            notes = dict(parse_json((file.metadata() or {}).get("notes", "{}")))
-    except (SafetensorError, OSError, ValueError, TypeError):  # such as a file that is not whole
-        notes = {}
-    if notes.get("format") != kind or notes.pop("digest", None) != digest_of(tensors, notes):
-        raise UserError(f"{path} is no {kind}, or a damaged one; give another name, or remove it to make it again")
-    return tensors, notes
-
-
-def digest_of(tensors, notes):
-    """The SHA-256 of {name: tensor} and {name: text}, in hex."""
-    digest = hashlib.sha256(json.dumps(notes, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        packed = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)  # also where one row has a stride
-        digest.update(packed.view(-1).view(torch.uint8).numpy())  # (bytes)
-    return digest.hexdigest()
-
-
 def check_regular(path, largest=math.inf):
     """UserError for a folder, for a device or a pipe, which may never end, and for too many bytes."""
     if not os.path.isfile(path):
@@ -93,16 +61,6 @@ def write_json(path, content, kind=None):
     marked = {"format": kind, **content} if kind else content
     text = json.dumps(marked, indent=2, allow_nan=False) + "\n"
     write(path, lambda part: part.write_text(text, encoding="utf-8"), kind)
-
-
-def save_tensors(path, tensors, notes):
-    """Write a safetensors file of {name: tensor}, and of {name: text} about them, their "format" and their digest."""
-    from safetensors.torch import save
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    notes = {**notes, "digest": digest_of(tensors, notes)}
-    # one text of all notes, because safetensors writes several in any order
-    file = save(tensors, {"notes": json.dumps(notes, sort_keys=True)})
-    write(path, lambda part: part.write_bytes(file), notes["format"])
 
 
 def write(path, fill, kind=None):

@@ -2,8 +2,8 @@
 import json
 
 from tinykv import UserError
-from tinykv.hf.files import load_tensors, read_text, save_tensors
-from tinykv.lab.tables import fingerprint
+from tinykv.hf.files import read_text
+from tinykv.lab.tables import fingerprint, load_tensors, save_tensors
 from tinykv.lab.weights.command import FULL_PRECISION
 from tinykv.methods.intactkv import Prefix
 

@@ -1,4 +1,4 @@
-"""What calibration found, kept in a folder, each file under the name of what made it."""
+"""What calibration found, kept in a folder, each file under the name of what made it; and such files of tensors."""
 import hashlib
 import json
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tinykv import UserError, all_finite
-from tinykv.hf.files import digest_of, load_tensors, save_tensors
+from tinykv.hf.files import check_regular, parse_json, write
 from tinykv.identity import same_model
 
 
@@ -80,3 +80,44 @@ class Tables:
                 save_tensors(path, {**tensors, "model": self.identity}, notes)
             except UserError as error:  # such as a full disk: they are found, and only not kept
                 print(error, file=sys.stderr, flush=True)
+
+
+# A file of tensors
+
+def save_tensors(path, tensors, notes):
+    """Write a safetensors file of {name: tensor}, and of {name: text} about them, their "format" and their digest."""
+    from safetensors.torch import save
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    notes = {**notes, "digest": digest_of(tensors, notes)}
+    # one text of all notes, because safetensors writes several in any order
+    file = save(tensors, {"notes": json.dumps(notes, sort_keys=True)})
+    write(path, lambda part: part.write_bytes(file), notes["format"])
+
+
+def load_tensors(path, kind, device="cpu"):
+    """What `save_tensors` wrote -> {name: tensor}, {name: text}.
+
+    kind: what its notes say that it is, as "format". UserError for another kind of file, or if the digest in the file
+    is not that of its tensors and notes.
+    """
+    from safetensors import SafetensorError, safe_open
+    check_regular(path)
+    try:
+        with safe_open(path, "pt", device=str(device)) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            notes = dict(parse_json((file.metadata() or {}).get("notes", "{}")))
+    except (SafetensorError, OSError, ValueError, TypeError):  # such as a file that is not whole
+        notes = {}
+    if notes.get("format") != kind or notes.pop("digest", None) != digest_of(tensors, notes):
+        raise UserError(f"{path} is no {kind}, or a damaged one; give another name, or remove it to make it again")
+    return tensors, notes
+
+
+def digest_of(tensors, notes):
+    """The SHA-256 of {name: tensor} and {name: text}, in hex."""
+    digest = hashlib.sha256(json.dumps(notes, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        packed = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)  # also where one row has a stride
+        digest.update(packed.view(-1).view(torch.uint8).numpy())  # (bytes)
+    return digest.hexdigest()
