@@ -15,7 +15,7 @@ from crossed import HELP, KIVIS, SHORT, TWO, change, factor, hits, more_answers,
 from crossing import NORMED, OWN_FILE, QUARTER, SIZE, cell
 from phenomena import RECORD
 from results import ANTKV, CHANCE, CLAIMS, CQ, DRAWS, FORMATS, MARKED, PREFIX, SERVED, TURBOQUANT, UNIT, WIDE, compared
-from tables import DATA, NEEDLES, SMOL, along, beside_fp16, bits, finding, moved, of_p, row_of
+from tables import DATA, NEEDLES, SMOL, along, beside_fp16, bits, finding, lines, moved, of_p, row_of
 
 ANALYSIS = json.loads(RECORD.read_text(encoding="utf-8"))
 NUMBER = re.compile(r"[+-]?\d+(?:[.,]\d+)*")
@@ -92,7 +92,11 @@ def so(condition, words):
 def readme():
     found_with_zero, *_ = compared(row_of(KVSINK + ZERO), row_of(PFN + ZERO))
     q4_0 = SERVED["q4_0, rotated"]
+    read = "codecs/affine", "cache", "methods/base", "methods/kvsink", "model", "calibrate", "evaluate"
+    of_reference = lines("*.py", "codecs/*.py", "methods/*.py", "hf/*.py", to=500)
     return [
+        f"the reference, about {of_reference} lines with their comments",
+        *(f"| `tinykv/{name}.py` | {lines(f'{name}.py')} |" for name in read),
         f"`kvsink` loses {less(KVSINK, PFN)} less than `pfn`, " + so(abs(found_with_zero) < 0.01, "and no less once"),
         so(1.6 < loss(KVSINK + LONGER) / loss(MARKED + LONGER) < 2.5, "all of them halves `kvsink`'s loss"),
         f"`cq` loses {loss(CQ):.3f}",
