@@ -67,7 +67,7 @@ def identity_of(keys, values, logits, embedding, head):
     last = logits.cpu()[..., some].view(1, T, Hkv, d).transpose(1, 2)  # (1, Hkv, T, d)
     identities = []
     for computed, rows in ((keys, embedding), (values, head)):
-        factors = torch.arange(1.0, 1 + len(rows)).sin().to(rows)  # (vocab)
+        factors = torch.arange(1, 1 + len(rows), device=rows.device).float().sin().to(rows.dtype)  # (vocab)
         sums = (factors @ rows).cpu()  # (D)
         sums = sums[torch.arange(Hkv * T * d) % len(sums)].view(1, Hkv, T, d)
         identities.append(torch.cat([computed, last, sums]))  # (L + 2, Hkv, T, d)
