@@ -26,9 +26,10 @@ from tinykv.model import Llama, LlamaConfig
 
 T, BROWSER = 44, shutil.which("chromium") or shutil.which("chromium-browser")
 LENGTHS, AT = [T, 39], {0: (30, 32), 1: (38, 39)}  # of two texts: tokens, and where their answers are
-FEW = {name: page.SHOWN[name] for name in ("rtn", "rtn, a level at 0", "pfn", "kvsink", "kivi", "intactkv")}
+FEW = {name: page.SHOWN[name] for name in ("rtn", "rtn, a level at 0", "pfn", "kvsink", "kivi", "ott", "intactkv", "cq")}
 FEW["kvsink"] = ("kvsink", {"emergence_layer": 0, "outlier_channel": 3})
-PAGE = Path(__file__).parents[2] / "docs" / "cache.html"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "cache.html"
 
 
 class Words:
@@ -60,7 +61,7 @@ def texts():
 @pytest.fixture(scope="module")
 def calibration():
     torch.manual_seed(2)
-    return torch.randint(0, 64, (4, T))
+    return torch.randint(0, 64, (6, T))
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +296,7 @@ onmessage = event => {
 };
 </script>"""
 BAD = ["#nope;9;9999;-5;z", "#%E0%A4%A", "#kvsink;;;;", "#pfn;4;999;7;k"]  # addresses that the page has not written
-STEPS = ["cache", "levels", "broken", "sinks", "value", "keep", "bits", "free"]
+STEPS = ["cache", "levels", "broken", "sinks", "value", "keep", "zero", "own", "pool", "codebook", "bits", "free"]
 
 
 @pytest.fixture(scope="module")
@@ -354,6 +355,15 @@ def test_all_steps_in_a_browser(made, seen, frame, width):
     for label in ("rtn", "pfn", "kvsink"):
         chance = percent(content["runs"][f"{label} {bits}"]["answer"][0])
         assert any(re.search(rf"(?<!\d){chance}", text) for text in texts["keep"])
+    for name in STEPS[:-1]:  # the lines of the ladder, and the command that stops at one of them
+        lines = (ROOT / content["code"][name]["file"]).read_text().splitlines()
+        shown, stop = content["code"][name]["text"].splitlines(), lines[content["code"][name]["line"] - 1]
+        assert stop.strip() in map(str.strip, shown) and not stop.strip().startswith(("def ", "#"))
+        assert "\n".join(shown) in texts[name][0] and f"b {lines.index(stop) + 1}" in texts[name][0]
+    for name, label in {"zero": "rtn, a level at 0", "own": "kivi", "pool": "ott", "codebook": "cq"}.items():
+        loss, exact = (sum(content["runs"][run]["loss"]) / (T - 1) / 100 for run in (f"{label} {bits}", "fp16 16"))
+        assert f"loses {loss - exact:.2f} nats".replace("-", "\u2212") in texts[name][0].replace("-", "\u2212"), name
+    assert f"{content['runs'][f'ott {bits}']['history'][-1][1].count('k')} of {T} tokens kept" in texts["pool"][0]
     base = content["all"]["fp16"][16][0]
     for label in FEW:
         losses = [content["all"][label][b] for b in (4, 3, 2)]
@@ -362,7 +372,7 @@ def test_all_steps_in_a_browser(made, seen, frame, width):
     letters = {"recent": "r", "coded": "c", "kept": "k", "unread": "-"}
     assert "".join(letters[word] for word in classes) == states_at(run["history"], 17).ljust(T, "-")
     assert chance == percent(run["p"][16][0] / 1000)
-    assert seen["hash"] == "#intactkv;4;16;21;v"
+    assert seen["hash"] == "#ott;4;16;21;v"
     assert len(seen["names"]) > 10 and all(seen["names"]) and seen["ignored"]
 
 
@@ -379,7 +389,7 @@ def test_what_a_model_or_a_text_lacks_loses_its_step_and_not_the_page(lacking, s
     """Without <s> intactkv is left out by name; without sinks and a question their steps are."""
     assert lacking["at"] is None and lacking["sinks"] == [] and "BOS" in lacking["refused"]["intactkv"]
     steps = seen[3]["steps"]
-    assert list(steps) == [name for name in STEPS if name not in ("broken", "sinks", "value")]
+    assert list(steps) == [name for name in STEPS if name not in ("broken", "sinks", "value", "zero", "own")]
     assert "Left out: intactkv (this model has no BOS" in steps["bits"]["texts"][0]
     assert not any(re.search(r"NaN|undefined|null", text) for step in steps.values() for text in step["texts"])
 

@@ -13,6 +13,7 @@ import gzip
 import inspect
 import json
 import math
+import textwrap
 from pathlib import Path
 
 import torch
@@ -39,6 +40,14 @@ TOP = 5  # most likely tokens that are shown
 CHANNELS = 32  # of a key or value that are shown, at most
 LEVELS = {"k": 120, "v": 500}  # steps between the smallest and the largest number of the page's rows
 TEMPLATE = Path(__file__).with_name("page.html")
+LADDER = Path(__file__).parents[3] / "docs" / "ladder"
+CODE = {  # of a step: the page of the ladder that does it, and words of the first and the last line to show
+    "cache": ("1_sinks.py", "def update", "return self.rope"), "levels": ("1_sinks.py", "def encode", "return c0"),
+    "broken": ("1_sinks.py", "def decode", "return scale"), "sinks": ("6_codebooks.py", "scores = q @", "A = scores"),
+    "value": ("1_sinks.py", "def read", "return x"), "keep": ("1_sinks.py", "def kvsink", "kept.scatter_"),
+    "zero": ("1_sinks.py", "def grid", "return scale"), "own": ("2_window.py", "def grid_of", "return grid"),
+    "pool": ("3_pool.py", "def ott", "kept.scatter_"), "codebook": ("6_codebooks.py", "def decode", "return codebook"),
+    "bits": ("1_sinks.py", "def bits", "return 8")}
 GROUPS = {"recent": BLOCK, "group_size": BLOCK}
 SHOWN = {  # what the page calls a method: its name, its settings
     "rtn": ("rtn", {}), "rtn, a level at 0": ("rtn", {"formula": "integer-zero"}), "pfn": ("pfn", {}),
@@ -194,7 +203,17 @@ def content(model, tokenizer, texts, calibration):
         "pieces": [tokenizer.decode([t]) for t in pieces], "answer": [tokenizer.decode([t]) for t in words],
         "texts": len(texts.tokens), "answers": sum(map(len, texts.answers)), "refused": refused,
         "about": {label: by_bits[min(by_bits)].describe() for label, by_bits in methods.items()},
+        "code": {step: lines_of(*where) for step, where in CODE.items()},
         "what": {label: inspect.getmodule(METHODS[name]).__doc__.splitlines()[0] for label, (name, _) in SHOWN.items()}}
+
+
+def lines_of(file, first, last):
+    """Lines of a page of the ladder, and the first of them that the debugger can stop at."""
+    lines = (LADDER / file).read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if first in line)
+    end = next(i for i, line in enumerate(lines) if i >= start and last in line)
+    stop = next(i for i in range(start, end + 1) if not lines[i].lstrip().startswith(("def", "#")))
+    return {"file": f"docs/ladder/{file}", "line": stop + 1, "text": textwrap.dedent("\n".join(lines[start:end + 1]))}
 
 
 def shown_rows(cache, layer, head):
