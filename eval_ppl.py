@@ -3,14 +3,13 @@
     python eval_ppl.py --method kvsink
     python eval_ppl.py --method pfn,kvsink --scheme kvquant --outliers 0,0.1,0.5,1
     python eval_ppl.py --model path/to/Llama-2-7b-hf --data wikitext2 --context 4096 --method pfn,kvsink
-    torchrun --nproc-per-node 4 eval_ppl.py --method all
 
 In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 """
 from tinykv import hf
 from tinykv.evaluate import measure
 from tinykv.lab import cli
-from tinykv.lab.run import flags, ranks, settings, table
+from tinykv.lab.run import flags, settings, table
 from tinykv.lab.run.calibration import calibrate_all
 from tinykv.lab.run.entries import attempt, build_entries, check_entries
 
@@ -36,8 +35,7 @@ def evaluate(args):
     yield from table.findings(args, model, windows, models, entries, left_out)
     yield from ("", table.columns_of(args, entries))
     fp16 = entries["fp16"]
-    mine = ranks.own_windows(windows, args.batch)  # all windows, unless torchrun started several processes
-    total = len(mine.tokens) * sum(len(entry.methods) for entry in entries.values())
+    total = len(windows.tokens) * sum(len(entry.methods) for entry in entries.values())
     with cli.bar(None, "evaluating", total) as bar:  # of all rows, as fp16's time tells much about the others'
         for title, entry in entries.items():
             model = models[entry.weights]
@@ -47,9 +45,9 @@ def evaluate(args):
                 bar.set_description(f"evaluating {title}", refresh=False)
                 with attempt(f"evaluating {title}", entry):
                     for method in entry.methods:  # one for each draw of the calibration
-                        result = measure(model, method, mine, protocol=args.protocol, batch=args.batch,
+                        result = measure(model, method, windows, protocol=args.protocol, batch=args.batch,
                                          fp16=exact, bar=bar, cache_class=cache_class, prompt=args.prompt)
-                        entry.results.append(ranks.gather(result))
+                        entry.results.append(result)
             bar.clear()
             yield table.row_of(entry, fp16, args)
     yield from table.faults(entries)
@@ -73,7 +71,7 @@ def compare(methods, model=None, **given):
 
 
 def main():
-    with cli.one_line(cli.Parser()), ranks.joined():
+    with cli.one_line(cli.Parser()):
         args = flags.parse(about=__doc__)
         if args.list_methods:
             return settings.list_methods()

@@ -42,8 +42,7 @@ class Exact(NamedTuple):
 class Result:
     """What one method did: sums over windows, and lists of what each window has.
 
-    Numbers that need not be whole are listed window by window. Parts of the windows, measured by several processes
-    (`ranks.py`), then add up to the same sum, digit by digit.
+    Numbers that need not be whole are listed window by window.
     """
     nll: list = field(default_factory=list)  # mean negative log-likelihood, in nats
     nll_along: list = field(default_factory=list)  # [the same of each STRETCH targets, the last ones may be fewer]

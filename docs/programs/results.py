@@ -113,7 +113,7 @@ ZERO, ZERO4 = (f"--bits {width} --formula integer-zero" for width in (3, 4))
 CHANCE = "docs/programs/chance.py:Chance --bits 3 --threshold 0.1"
 CQ, ANTKV = (f"{name} --bits 2 --recent 0 --calib-windows 16" for name in ("cq", "antkv --anchors 1%"))
 OTHER_TEXT = " --calib-data pydoc.txt"  # Python's reference in English; of Python 3.11.7
-# what begins the name of a row that another program measures: quantized_cache.py, train_intact.py, key_bias.py
+# what begins the name of a row that another program measures: train_intact.py, key_bias.py
 OWN, PREFIX, PLANTED = "QuantizedCache: ", "prefix of 46 tokens, rtn-3: ", "key bias "
 # the same of two windows of 4,096 as they are, and cut 2,048 tokens later: {FROM + start + ": " + row}
 FROM, STARTS, PAIRS = "from token ", (0, 2048), 2

@@ -26,7 +26,8 @@ from tinykv.model import Llama, LlamaConfig
 
 T, BROWSER = 44, shutil.which("chromium") or shutil.which("chromium-browser")
 LENGTHS, AT = [T, 39], {0: (30, 32), 1: (38, 39)}  # of two texts: tokens, and where their answers are
-FEW = {name: page.SHOWN[name] for name in ("rtn", "rtn, a level at 0", "pfn", "kvsink", "kivi", "ott", "intactkv", "cq")}
+FEW = ("rtn", "rtn, a level at 0", "pfn", "kvsink", "kivi", "ott", "intactkv", "cq")
+FEW = {name: page.SHOWN[name] for name in FEW}
 FEW["kvsink"] = ("kvsink", {"emergence_layer": 0, "outlier_channel": 3})
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "cache.html"

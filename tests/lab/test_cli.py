@@ -492,12 +492,6 @@ def test_work_is_not_lost_where_the_run_ends_early(rows_of, command, calibrated,
     assert status == 130 and calibrated == methods * 2 and list(table(out)) == list(rows) == ["fp16", "rtn"]
 
 
-def test_half_of_torchrun_is_one_line(command, monkeypatch):
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": ""}.items():
-        monkeypatch.setenv(name, value)
-    assert "WORLD_SIZE is set, but not MASTER_ADDR, MASTER_PORT; start with torchrun" in refused(command)
-
-
 @pytest.mark.parametrize("words", ["--json text.txt", "--plot text.png", "--calibration text.txt",
                                    "--json mine.py --method mine.py:Mine"])
 def test_outputs_replace_nothing_that_the_command_did_not_write(command, monkeypatch, tmp_path, words):

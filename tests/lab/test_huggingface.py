@@ -12,7 +12,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import quantized_cache
 import torch
 from cases import takes, tokens_of
 from torch.nn.functional import pad
@@ -21,7 +20,6 @@ from tinykv import UserError, hf
 from tinykv.cache import KVCache, LayerCache
 from tinykv.calibrate import calibrate
 from tinykv.hf import EMBEDDED
-from tinykv.lab.data import load_windows
 from tinykv.lab.data.stories import stories
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
@@ -366,29 +364,3 @@ def test_the_session_is_what_the_page_says(monkeypatch):
     test = doctest.DocTestParser().get_doctest(session, {}, "huggingface.md", None, 0)
     doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test, out=said.append)
     assert not said, "".join(said)
-
-
-def test_the_program_that_measures_transformers_own_quantized_cache(monkeypatch):
-    """docs/programs/quantized_cache.py on the embedded model: the plain row is transformers' own loss of one forward,
-    true bits are those of what the caches hold, and its own two-bit row loses more than its four-bit row. Codes are
-    unpacked here: the library would first compile its extension for a minute."""
-    extension = pytest.importorskip("optimum.quanto.library.extensions.extension").get_extension("quanto_cpp")
-    monkeypatch.setattr(extension, "_lib", Mock(unpack=lambda packed, bits: torch.cat(
-        [packed >> first & 2 ** bits - 1 for first in range(0, 8, bits)])))
-    monkeypatch.setattr(quantized_cache, "T", 172)
-    monkeypatch.setattr(quantized_cache, "PROMPT", 40)
-    config = hf.load_config(EMBEDDED)
-    model = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
-    tokens = load_windows("tales", hf.load_tokenizer(EMBEDDED, config), 172, 2).tokens
-    with torch.no_grad():
-        logits = model(tokens).logits[:, 39:-1].transpose(1, 2)
-    exact, lost = torch.nn.functional.cross_entropy(logits, tokens[:, 40:], reduction="none").mean(1), {}
-    for row in ("plain", "quanto, 4 bits", "quanto, 2 bits", "`kivi --group-size 64 --recent 64`, 4 bits"):
-        cache, true_bits = quantized_cache.cache_of(quantized_cache.ROWS[row], model, config)
-        lost[row] = (quantized_cache.losses(model, cache, tokens) - exact).mean().item()
-        if row.startswith("quanto"):  # 171 tokens: 40, then one at a time; 128 wait at most
-            newest, bits = cache.layers[0].keys.shape[-2], int(row[8])
-            assert true_bits() == pytest.approx((newest * 16 + (171 - newest) * (bits + 32 / 64)) / 171)
-        elif "kivi" in row:
-            assert 4 < true_bits() < 16
-    assert abs(lost["plain"]) < 1e-4 and lost["quanto, 2 bits"] > 0.05 > abs(lost["quanto, 4 bits"])

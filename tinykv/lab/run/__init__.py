@@ -1,1 +1,1 @@
-"""What turns a command line into a table: flags, settings, entries, calibration, ranks, rows, comparisons."""
+"""What turns a command line into a table: flags, settings, entries, calibration, rows, comparisons."""

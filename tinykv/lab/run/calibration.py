@@ -7,7 +7,6 @@ from tinykv import calibrate
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.lab import cli, shared_flags
 from tinykv.lab.prefixes import fill_prefix
-from tinykv.lab.run import ranks
 from tinykv.lab.run.entries import attempt
 from tinykv.lab.tables import Tables
 from tinykv.lab.weights import restore
@@ -35,8 +34,8 @@ def calibrate_all(args, model, entries, test=None):
     models = {None: model}
     for entry in entries.values():
         if entry.weights not in models:
-            tensors = partial(quantized_blocks, model, entry.weights, entry.quantizer, of_weights, kept[None])
-            models[entry.weights] = restore(model, entry.quantizer, ranks.shared(tensors, args.device))
+            tensors = quantized_blocks(model, entry.weights, entry.quantizer, of_weights, kept[None])
+            models[entry.weights] = restore(model, entry.quantizer, tensors)
 
     # 3. The methods: those that run on the same weights and see as many windows read them together
     together = defaultdict(list)  # {(label of weights, C): [Entry]}
@@ -68,7 +67,7 @@ def calibrate_group(group, model, text, draws, kept):
     for draw, windows in enumerate(text.chunk(draws)):  # (C, T)
         lacking = []  # in what is kept
         for entry in group:
-            tables = ranks.shared(partial(kept.get, entry.made_of(windows, draw)), text.device)
+            tables = kept.get(entry.made_of(windows, draw))
             if tables is None:
                 lacking.append(entry)
             else:
@@ -79,18 +78,13 @@ def calibrate_group(group, model, text, draws, kept):
 
 
 def calibrate_together(entries, draw, model, windows, kept):
-    """Calibrate entries on the windows (C, T) of one draw, on rank 0; if one of them fails, each by itself."""
+    """Calibrate entries on the windows (C, T) of one draw; if one of them fails, each by itself."""
     titles, methods = ", ".join(entry.title for entry in entries), [entry.methods[draw] for entry in entries]
-    rank, _ = ranks.here()
     unseen = copy.deepcopy(methods)
     with attempt(f"calibrating {titles}", *entries):
-        if rank == 0:
-            calibrate.calibrate(model, methods, windows, partial(cli.bar, what=f"calibrating {titles}"), draw)
+        calibrate.calibrate(model, methods, windows, partial(cli.bar, what=f"calibrating {titles}"), draw)
         for entry, method in zip(entries, methods):
-            tables = ranks.shared(method.calibrated, windows.device)
-            if rank > 0:
-                method.restore(tables, model)
-            kept.put(entry.made_of(windows, draw), tables)
+            kept.put(entry.made_of(windows, draw), method.calibrated())
     if len(entries) > 1 and entries[0].error:
         for entry, method in zip(entries, unseen):
             entry.methods[draw], entry.error = method, None

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from tinykv import UserError, did_you_mean
 from tinykv.lab import cli
 from tinykv.lab.prefixes import open_prefix
-from tinykv.lab.run import ranks
 from tinykv.lab.run.settings import constructor_arguments, is_made, load_class, names_of, settings_of
 from tinykv.lab.tables import hash_of
 from tinykv.lab.weights.command import quantizers_of
@@ -63,13 +62,12 @@ class Entry:
 @contextmanager
 def attempt(doing, *entries):
     """Do something for entries. If it raises, they fail and the others go on. The command ends if fp16 (the reference
-    for all others) fails, if other processes are waiting, or if the user quits the debugger."""
+    for all others) fails, or if the user quits the debugger."""
     cli.step(doing)
     try:
         yield
     except Exception as error:
-        _, n_ranks = ranks.here()
-        if n_ranks > 1 or isinstance(error, BdbQuit) or "fp16" in [entry.name for entry in entries]:
+        if isinstance(error, BdbQuit) or "fp16" in [entry.name for entry in entries]:
             raise
         for entry in entries:
             entry.error = error

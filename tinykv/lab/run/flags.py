@@ -3,7 +3,6 @@ from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.lab import cli, plots, shared_flags
 from tinykv.lab.data import load_windows
-from tinykv.lab.run import ranks
 from tinykv.lab.run.settings import add_settings, load_class
 from tinykv.lab.weights.command import add_weights
 from tinykv.methods.registry import METHODS
@@ -59,9 +58,8 @@ def add_method(p):
 
 
 def set_up(args, loaded=None):
-    """The flags, and what the rank, the model and the machine decide: see `shared_flags.set_up`, and `batch`, how many
+    """The flags, and what the model and the machine decide: see `shared_flags.set_up`, and `batch`, how many
     windows are read at a time. loaded: a (model, tokenizer) to use instead of --model."""
-    ranks.prepare(args)
     shared_flags.set_up(args, 4096, loaded)
     args.batch = shared_flags.batch_of(args.batch, args.context)
     return args
