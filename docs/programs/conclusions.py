@@ -4,6 +4,7 @@
     none(a, b)             two rows do not differ, by the same rule: within its margin
     share_left(a, b)       [share of b's loss that is left in a, its error]; below(share, limit): by two errors
     replace(..)            two ideas gain less together than the sum of what they gain alone
+    sign_of_claim(..)      what a claim of results_data.md comes out as: "less", "more", "none" or "open"
     grows(row)             the loss grows along windows of 4,096 tokens
     finds_more(a, b)       b finds more of 100 facts than a, by two errors
     both_models(less, ..)  also on the embedded model; other_calibration(less, ..): also calibrated on another text
@@ -16,15 +17,13 @@ from itertools import pairwise
 
 from crossed import HELP, KIVIS, TWO, embedded, here, hits, interaction, share_left, verdict
 from crossing import APART, NORMED, QUARTER, cell
-from results import ANTKV, CHANCE, CQ, FIVE, MARKED, OTHER_TEXT, SERVED, compared
-from tables import row_of, sign_of
+from results import ANTKV, CHANCE, CLAIMS, CQ, FIVE, MARKED, OTHER_TEXT, SERVED, compared, pair
+from tables import NEEDLES, row_of, sign_of
 
 TERMS = {  # bold, and no conclusion: what is defined, and what heads a paragraph
     "README.md": {"KV cache", "sink", "Keep it in 16 bits", "Put a level at 0", "Give it its own grid",
                   "Leave it out of its group's range", "Make all tokens alike"},
-    "results.md": {"A cell", "A verdict", "same", "other", "All claims together.", "What was fixed in advance.",
-                   "Are anchors worth their bits?", "Calibrated on another text", "A trained prefix.",
-                   "How 0.1 was chosen", "Other rows.", "After a prompt"},
+    "results.md": {"same", "other"},
     "crossing.md": set()}
 LONGER, ZERO = " --context 4096", " --formula integer-zero"
 RTN, PFN, OSCAR, KVQUANT = "rtn --bits 3", "pfn --bits 3", "oscar --bits 2", "kvquant --bits 2"
@@ -48,6 +47,19 @@ def none(first, second, **model):
 
 def below(share, limit):
     return share[0] + 2 * share[1] < limit
+
+
+def claim_of(section, words):
+    """SmolLM2's rows of the claim that begins with these words."""
+    return [row_of(row) for row in pair(next(c for c in CLAIMS[section] if c.rows.startswith(words)), "SmolLM2")]
+
+
+def sign_of_claim(section, words):
+    return sign_of(*claim_of(section, words))
+
+
+def gain(section, words):
+    return -compared(*claim_of(section, words))[0]
 
 
 def replace(neither, one, other, both, model="SmolLM2"):
@@ -95,11 +107,29 @@ def readme():
 
 
 def results():
+    right = {row: sum(hit for _, hit, _ in found) for row, found in NEEDLES["4096"].items()}
+    first, *others = (gain("SKVQ", words) for words in ("regrouped", "clipping", "five kept"))
     return {
-        "The mark of a sink comes back.": [grows(FIVE), not grows(MARKED)],
+        "KVSink: found tokens help only where no level is at 0.": [less(FIVE, PFN, RTN), none(FIVE + ZERO, PFN + ZERO)],
+        "OTT: the pool helps in every setting.": [
+            all(sign_of_claim("OTT", claim.rows) == "less" for claim in CLAIMS["OTT"][:4])],
+        "OScaR: rotate first, then divide keys by their norms.": [
+            sign_of_claim("OScaR", "of one length after that") == "less",
+            sign_of_claim("OScaR", "of one length only") == "more"],
+        "SKVQ: putting similar channels into one group does most of the work.": [first > 2 * sum(others)],
+        "KVQuant: found tokens add nothing to its levels.": [sign_of_claim("KVQuant", "found five, or its") == "none"],
+        "CQ and AnTKV: codebooks need weights, and text like their calibration text.": [
+            sign_of_claim("CQ and AnTKV", words) == sign for words, sign in (
+                ("Fisher", "less"), ("token weights, or none", "less"), ("calibrated on another text, CQ", "more"))],
+        "IntactKV: an exact BOS helps some quantized weights.": [
+            sign_of_claim("IntactKV", f"exact BOS, {weights} weights") == sign for weights, sign in (
+                ("AWQ", "less"), ("GPTQ", "less"), ("RTN", "more"), ("OmniQuant", "more"))],
+        "The mark of a sink comes back.": [grows(FIVE), not grows(MARKED), not grows(FIVE + ZERO)],
         "Which tokens are kept matters, not how many.": [
             *(less(MARKED + LONGER, row + LONGER) for row in (CHANCE, PFN + " --preserve 41")),
-            none(FIVE + " --preserve 41" + LONGER, MARKED + LONGER)]}
+            none(FIVE + " --preserve 41" + LONGER, MARKED + LONGER)],
+        "A small loss does not mean that facts can still be looked up.": [
+            less(MARKED + LONGER, FIVE + LONGER), right[MARKED] <= right[FIVE] < right["fp16"] / 2]}
 
 
 def crossing():

@@ -52,7 +52,7 @@ IDEAS = {
 
 
 def here(*rows):
-    """Rows in pairs of 512 tokens; if one of them was not measured so, all as results.md has them."""
+    """Rows in pairs of 512 tokens; if one of them was not measured so, all as results_data.md has them."""
     where = SHORT if all(named(row + SHORT, "SmolLM2") in SMOL for row in rows) else ""
     return [row + where for row in rows]
 

@@ -1,4 +1,4 @@
-"""Measure the rows behind docs/results.md, whose tables docs/programs/pages.py writes.
+"""Measure the rows behind docs/results_data.md, whose tables docs/programs/pages.py writes.
 
     python docs/programs/results.py --measure embedded       measure the rows that the data have not yet
     python docs/programs/results.py --measure SmolLM2 --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt
@@ -8,7 +8,7 @@ docs/results.json has each row's loss and KL divergence from fp16, window by win
 --json` gives them, in units of 1e-5 nats a token. It is written after each row, so a run that was stopped goes on where
 it was. To measure a row again, delete its line.
 
-What is measured is what the pages speak of: the claims in the tables of docs/results.md, and the rows below.
+What is measured is what the pages speak of: the claims in the tables of docs/results_data.md, and the rows below.
 """
 import argparse
 import json
@@ -54,8 +54,8 @@ NAMES = {"embedded": {"bits": "2", "windows": "", "late": "", "mark": "--emergen
 # The claims
 
 class Claim(NamedTuple):
-    """The first two cells of a line of the tables in docs/results.md. "`2 / 3`", or "`--bits 2` / `--bits 3`": on the
-    embedded model, and on SmolLM2."""
+    """The first two cells of a line of the tables in docs/results_data.md. "`2 / 3`", or "`--bits 2` / `--bits 3`": on
+    the embedded model, and on SmolLM2."""
     rows: str  # what it says: `first row` - `second row`, `flags of both`
     paper: str  # what the first row loses there, and where: "less (Figure 9)", "more (..)", "none (..)", or "-"
 

@@ -204,6 +204,16 @@ def claims_table(section):
                  marked_verdict)
 
 
+def short_table():
+    """The claims whose paper and first words the page gives, without their flags."""
+    known = {(section, claim.rows.split(":")[0]): claim for section, claims in CLAIMS.items() for claim in claims}
+    named_here = re.findall(r"^\| (.+?) \| (.+?) \|", results.TABLES["short"], re.MULTILINE)[1:]
+    return table("paper | claim | the paper | SmolLM2 | verdict",
+                 {" | ".join(words): known[words] for words in named_here},
+                 lambda claim: claim.paper.split()[0], lambda claim: finding(claim, "SmolLM2").text.split(" (")[0],
+                 marked_verdict)
+
+
 def rows_table(name, **more):
     """What SmolLM2's rows lose above fp16 that the page names. A format stands before its row. more: {head: column}"""
     labels = {row: f"{label}: " for label, row in (results.EIGHT | results.POINTS).items()}
@@ -267,7 +277,7 @@ def needles_table():
 
 # {what stands in the page's mark: what writes it}
 WRITTEN = {
-    "count": count, "corrected": corrected, "lengths": lengths_table, "served": served_table,
+    "count": count, "corrected": corrected, "short": short_table, "lengths": lengths_table, "served": served_table,
     "biased": bias_table, "needles": needles_table,
     "rows": partial(rows_table, "rows", **{"embedded: bits": of_embedded(bits), "nats ": of_embedded(lost)}),
     "codecs": partial(rows_table, "codecs"),

@@ -494,8 +494,8 @@ def test_rows_of_another_calibration_text_read_the_windows_of_the_others(monkeyp
     monkeypatch.setattr(results, "calibrate_all", lambda *_: None)
     monkeypatch.setattr(results, "measure", lambda *_, **more: stop(**more))
     for text in "", " --calib-data tales":
-        args, entry = results.entry_of(f"rtn{text}", "embedded", loaded, "--data", str(ROOT / "docs" / "results.md"),
-                                       "--context", "64", "--windows", "4")
+        args, entry = results.entry_of(f"rtn{text}", "embedded", loaded, "--data",
+                                       str(ROOT / "docs" / "results_data.md"), "--context", "64", "--windows", "4")
         with pytest.raises(Reached):
             results.measure_group("embedded", loaded, [("rtn", args, entry)], {})
     assert torch.equal(*seen)
