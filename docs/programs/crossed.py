@@ -11,7 +11,7 @@ from statistics import stdev
 import torch
 from crossing import APART, GRIDS, KEPT, NORMED, SIZE, SMALL, TURNS, ZEROS, cell
 from matplotlib.colors import LogNorm
-from results import ANTKV, CQ, ROOT, SERVED, UNIT, compared, named
+from results import ANTKV, CQ, ROOT, SERVED, UNIT, compared, named, shape_of
 from tables import NEEDLES, SMOL, beside_fp16, bits, lost, row_of, table
 
 from tinykv.lab import plots
@@ -70,10 +70,10 @@ def changed(of, **how):
 def share_left(first, second, where=SHORT):
     """The share of the first row's loss that is left in the second, and its error: that of the difference between the
     second's loss and this share of the first's, over pairs."""
-    of_first, of_second, fp16 = (torch.tensor(row_of(row + where)["nll"], dtype=torch.float64) for row in
-                                 (first, second, "fp16"))  # (1, pairs)
-    n = min(of_first.shape[1], of_second.shape[1])
-    of_first, of_second = ((losses - fp16[:, :losses.shape[1]])[:, :n] for losses in (of_first, of_second))
+    rows = [row_of(row + where) for row in (first, second, "fp16")]
+    _, n = shape_of(*rows)
+    of_first, of_second, fp16 = (torch.tensor(row["nll"], dtype=torch.float64)[:, :n] for row in rows)  # (1, pairs)
+    of_first, of_second = of_first - fp16, of_second - fp16
     share = of_second.mean() / of_first.mean()
     error, _ = standard_error(of_second - share * of_first)
     return share.item(), error / of_first.mean().item()
@@ -82,9 +82,10 @@ def share_left(first, second, where=SHORT):
 def interaction(neither, one, other, both, where=SHORT, model="SmolLM2"):
     """By how much two ideas together gain less (positive), or more, than the sum of what they gain alone."""
     def added(*names):
-        rows = (name + where if model == "SmolLM2" else embedded(name) for name in names)
-        draws = zip(*(row_of(row, model)["nll"] for row in rows))
-        return {"nll": [[sum(losses) for losses in zip(*two)] for two in draws]}
+        rows = [row_of(name + where if model == "SmolLM2" else embedded(name), model) for name in names]
+        _, n = shape_of(*rows)
+        draws = zip(*(row["nll"] for row in rows))
+        return {"windows": rows[0]["windows"][:4 * n], "nll": [[sum(losses) for losses in zip(*two)] for two in draws]}
     return compared(added(both, neither), added(one, other))
 
 
@@ -94,7 +95,7 @@ def factor(over, under, where=SHORT):
     To first order, a pair adds its loss, as a share of the mean loss, to the logarithm of that mean.
     """
     signs = [(1, row) for row in over] + [(-1, row) for row in under]
-    n = min(len(row_of(row + where)["nll"][0]) for _, row in signs)  # pairs
+    _, n = shape_of(*(row_of(row + where) for _, row in signs))  # pairs
     logs = [0.0] * n
     for sign, row in signs:
         losses = [UNIT * (a - b) for a, b in zip(*(found["nll"][0][:n] for found in beside_fp16(row + where)))]

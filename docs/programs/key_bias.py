@@ -10,7 +10,7 @@ the loss in 16 bits does not change, but a grid has to hold it. docs/results.jso
 from statistics import fmean as mean
 
 import torch
-from results import BIASED, BIASES, UNIT, WINDOWS, biased, entry_of, read_data, write_data
+from results import BIASED, BIASES, UNIT, WINDOWS, biased, entry_of, read_data, witness, write_data
 
 from tinykv import hf
 from tinykv.calibrate import calibrate
@@ -49,7 +49,7 @@ def measure_all(loaded, text, size, data):
             if method.needs_calibration:
                 calibrate(model, method, learning)
             found = measure(model, method, windows)
-            data["SmolLM2"][row] = {"bits": round(mean(found.bits), 3),
+            data["SmolLM2"][row] = {"bits": round(mean(found.bits), 3), "windows": witness(windows.tokens),
                                     "nll": [[round(loss / UNIT) for loss in found.nll]]}
             write_data(data)
             print(f"{row}: {mean(found.nll):.3f}", flush=True)

@@ -1,14 +1,14 @@
 """Facts in a text that are asked for at its end: what of a long text a method still finds.
 
     python docs/programs/needles.py --model path/to/SmolLM2 --text wikitext2-test.txt --out needles.txt
-    python eval_ppl.py --model path/to/SmolLM2 --data needles.txt --calib-data needles.calibration.txt \
-        --context 384 --windows 20
+    python eval_ppl.py --model path/to/SmolLM2 --data needles.txt --context 384 --windows 20
     python docs/programs/needles.py --model path/to/SmolLM2 --text wikitext2-test.txt --measure
     python docs/programs/needles.py --plot
 
 Every window is a piece of the text's first half with facts strewn among its sentences, "The secret number of Oslo is
 482.", as many in each fifth of its length, and ends with the same ones in another order, their numbers marked as
-answers. The first command writes such windows, for the column `answers`, and the text's second half, to calibrate on.
+answers. The first command writes such windows, for the column `answers`, and behind them as much of the text's second
+half, to calibrate on.
 The third one measures answers by length and depth, and keeps them in docs/needles.json; the last one draws them.
 """
 import itertools
@@ -151,7 +151,7 @@ def main():
     p = Parser(prog="python docs/programs/needles.py", description=__doc__)
     p.add_argument("--model", metavar="DIR", help="whose tokens are counted")
     p.add_argument("--text", metavar="FILE", help="its first half is what the facts are strewn in")
-    p.add_argument("--out", metavar="FILE", type=Path, help="the windows; the text's second half is written beside it")
+    p.add_argument("--out", metavar="FILE", type=Path, help="the windows, and what calibrates")
     p.add_argument("--measure", action="store_true", help="measure the rows that docs/needles.json has not")
     p.add_argument("--plot", action="store_true", help="draw figures/needles.png")
     with one_line(p):
@@ -161,8 +161,8 @@ def main():
         if args.out:
             text, other = halves(args.text)
             write(args.out, text, hf.load_tokenizer(args.model, hf.load_config(args.model)), *SHORT)
-            rest = args.out.with_suffix(".calibration.txt")
-            files.write(rest, lambda part: part.write_text(other, encoding="utf-8"))
+            windows = args.out.read_text(encoding="utf-8")
+            files.write(args.out, lambda part: part.write_text(windows + other[:len(windows)], encoding="utf-8"))
         if args.measure:
             measure(hf.load(args.model), args.text)
         if args.plot:

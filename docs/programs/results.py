@@ -11,6 +11,7 @@ it was. To measure a row again, delete its line.
 What is measured is what the pages speak of: the claims in the tables of docs/results_data.md, and the rows below.
 """
 import argparse
+import hashlib
 import json
 import re
 import sys
@@ -26,7 +27,7 @@ from crossing import CELLS, EMBEDDED
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from tinykv import hf  # noqa: E402
+from tinykv import UserError, hf  # noqa: E402
 from tinykv.calibrate import calibrate  # noqa: E402
 from tinykv.evaluate import measure  # noqa: E402
 from tinykv.lab import plots  # noqa: E402
@@ -231,7 +232,7 @@ def measure_group(model, loaded, group, data):
     args = group[0][1]
     flags.set_up(args, loaded)
     entries = {row: entry for row, _, entry in group}
-    windows = flags.load_test(argparse.Namespace(**vars(args) | {"calib_data": None}), entries)  # as for other rows
+    windows = flags.load_test(args, entries)
     models = calibrate_all(args, loaded[0], entries, windows.tokens)
     loaded[0].use_attention("fused")
     read = partial(measure, windows=windows, protocol=args.protocol, batch=args.batch, prompt=args.prompt)
@@ -242,6 +243,7 @@ def measure_group(model, loaded, group, data):
         found = [read(models[entry.weights], method, fp16=exact) for method in entry.methods]
         targets = found[0].targets / len(found[0].nll)  # of a window
         data[model][row] = {"bits": round(mean(found[0].bits), 3),
+                            "windows": witness(windows.tokens),
                             "nll": [[round(loss / UNIT) for loss in draw.nll] for draw in found],
                             "kl": [[round(kl / targets / UNIT) for kl in draw.kl] for draw in found]}
         write_data(data)
@@ -303,10 +305,11 @@ def calibrate_pair(loaded, text, rows, draw):
 def add_pair(row, where, result, exact, data, start=None):
     """Add what was measured in a pair to its row. exact: fp16's Result."""
     parts = [round((loss - of_fp16) / UNIT) for loss, of_fp16 in zip(result.nll_along[0], exact.nll_along[0])]
-    empty = {"bits": 0, "nll": [[]], "kl": [[]], "along": []}
+    empty = {"bits": 0, "windows": "", "nll": [[]], "kl": [[]], "along": []}
     found = data["SmolLM2"].setdefault(at(row, where, start), empty)
     losses, n = found["nll"][0], len(found["nll"][0])
     losses.append(round(result.nll[0] / UNIT))
+    found["windows"] += witness(result.windows.tokens)
     found["kl"][0].append(round(result.kl[0] / result.targets / UNIT))
     found["bits"] = round((n * found["bits"] + result.bits[0]) / (n + 1), 3)
     if len(found["along"]) < n:  # one list, the mean of the pairs before, which becomes that of all
@@ -317,11 +320,19 @@ def add_pair(row, where, result, exact, data, start=None):
     print(f"{at(row, where, start)}: {result.nll[0]:.3f}, pair {n + 1}", flush=True)
 
 
+def witness(tokens):
+    """Of windows (W, T), 4 digits each: what their tokens hash to."""
+    return "".join(hashlib.blake2b(window.numpy().tobytes(), digest_size=2).hexdigest() for window in tokens)
+
+
 def shape_of(*rows):
     """Draws and windows over which rows are compared: those of both. A row that was measured once is the same in every
-    draw."""
+    draw. UserError for rows of different windows."""
+    W = min(len(row["nll"][0]) for row in rows)
+    if len({row.get("windows", "")[:4 * W] for row in rows}) > 1:
+        raise UserError("these rows read different windows, so their losses are no pairs")
     draws = [len(row["nll"]) for row in rows if len(row["nll"]) > 1]
-    return min(draws, default=1), min(len(row["nll"][0]) for row in rows)
+    return min(draws, default=1), W
 
 
 def along(row):

@@ -32,7 +32,7 @@ from sessions import own_methods
 
 import eval_ppl
 from eval_ppl import compare
-from tinykv import hf
+from tinykv import UserError, hf
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.evaluate import Result
 from tinykv.hf import EMBEDDED
@@ -486,7 +486,7 @@ def measured(monkeypatch, loss, kl, spread):
 
 
 def test_rows_of_another_calibration_text_read_the_windows_of_the_others(monkeypatch):
-    """Of a file, these are the first half's, also where the second half does not calibrate."""
+    """Of a file, these are the first half's."""
     def stop(*_, windows, **more):
         seen.append(windows.tokens)
         raise Reached
@@ -499,6 +499,16 @@ def test_rows_of_another_calibration_text_read_the_windows_of_the_others(monkeyp
         with pytest.raises(Reached):
             results.measure_group("embedded", loaded, [("rtn", args, entry)], {})
     assert torch.equal(*seen)
+
+
+def test_rows_of_other_windows_are_no_pairs():
+    """Known by the windows' tokens; the shorter row's are enough."""
+    one, other = (results.witness(torch.arange(8).view(4, 2) + start) for start in (0, 9))
+    rows = [{"windows": windows, "nll": [[1] * (len(windows) // 4)]} for windows in (one, one[:12], other, "")]
+    assert results.shape_of(*rows[:2]) == (1, 3)
+    for wrong in rows[2], {"nll": [[1] * 4]}:
+        with pytest.raises(UserError, match="different windows"):
+            results.compared(rows[0], wrong)
 
 
 CONCLUSION = "**One loses least** of all, and **a term** is a word."

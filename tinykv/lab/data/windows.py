@@ -11,8 +11,7 @@ window is dropped. Calibration and test never see the same text:
     c4              test         1100 documents of the first validation shard, joined by " "
                     calibration  documents of the first train shard
     FILE            test         windows from all over the first half of its characters, one document
-                    calibration  the same of the second half; all of it for either, where the other split
-                                 is of another text
+                    calibration  the same of the second half; all of it, if the test is of another text
 
 Of one long text, a file or wikitext2's test split, the windows are spread, as the first ones may be of two or three
 articles, about which alone an error over windows would speak. So are the articles of wikitext2's train split. The

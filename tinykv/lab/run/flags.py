@@ -91,7 +91,7 @@ def load_test(args, entries):
                             f"{p} is not")
     longest = [] if longest == [args.tokenizer.bos_id] else longest  # BOS takes the place of a window's first token
     windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", args.seed, args.bos,
-                           longest, whole=args.calib_data is not None)
+                           longest)
     args.windows = len(windows.tokens)
     return windows.predicted_from(args.prompt or 1)
 
