@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-PROGRAMS = ("python", "pytest", "pip", "hf")  # what a line begins with that is a command
+PROGRAMS = ("python", "python3", "pytest", "pip", "hf")  # what a line begins with that is a command
 LONG = ("--method all", "--method antkv", "omniquant", "--outliers", "--bits 4,3,2")  # seconds, on small settings, too
 SMALL = ["--windows", "1", "--calib-windows", "4", "--context", "256"]
 
@@ -333,7 +333,6 @@ def test_words_explains_every_column_of_a_table():
 SESSIONS = [page for page in PAGES if "(Pdb)" in read(page)]
 
 
-@pytest.mark.whole  # seconds
 @pytest.mark.parametrize("page", SESSIONS)
 def test_the_debugger_says_what_the_page_says(page):
     now = sessions.session(read(page))
