@@ -37,6 +37,7 @@ from tinykv.codecs.schemes import SCHEMES
 from tinykv.evaluate import Result
 from tinykv.hf import EMBEDDED
 from tinykv.hf.checkpoint import NoInit
+from tinykv.lab.data import Windows
 from tinykv.lab.run import comparisons, flags, table
 from tinykv.lab.run.settings import flags_of
 from tinykv.methods.registry import METHODS
@@ -570,11 +571,13 @@ def test_losses_along_a_text_have_errors():
 
 def test_a_pair_is_added_to_the_mean_of_older_ones(monkeypatch):
     monkeypatch.setattr(results, "write_data", lambda data: None)
-    row = {"bits": 16, "nll": [[1, 2]], "kl": [[0, 0]], "along": [[300000, 0]]}  # of two pairs
-    new = Result(nll=[3.5], nll_along=[[6.0, 1.0]], kl=[0.0], bits=[16], targets=1)
+    row = {"bits": 16, "windows": "0a1b", "nll": [[1, 2]], "kl": [[0, 0]], "along": [[300000, 0]]}  # of two pairs
+    windows = Windows(torch.tensor([[1, 2]]), [[]])
+    new = Result(nll=[3.5], nll_along=[[6.0, 1.0]], kl=[0.0], bits=[16], targets=1, windows=windows)
     exact = Result(nll_along=[[0.0, 4.0]])
     results.add_pair("fp16", "--context 4096", new, exact, {"SmolLM2": {results.at("fp16"): row}})
     assert row["along"] == [[400000, -100000]] and row["nll"] == [[1, 2, 350000]]
+    assert row["windows"] == "0a1b" + results.witness(windows.tokens)
 
 
 def test_a_claim_is_two_rows_on_each_model():
