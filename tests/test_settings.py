@@ -1,5 +1,6 @@
 """The settings of the methods: defaults, what follows from them, and what is refused."""
 import pytest
+import torch
 from cases import chunk_of, model_of, schemes_of, takes
 
 from tinykv import UserError
@@ -98,6 +99,14 @@ def test_a_block_holds_whole_channel_groups(scheme, group_size):
 @pytest.mark.parametrize("name", ["kivi", "ott", "oscar"])
 def test_values_are_quantized_a_group_at_a_time_also_beside_exact_keys(name):
     assert METHODS[name](CONFIG, k_bits=16, group_size=8).block == 8
+
+
+def test_oscars_zero_point_is_an_integer():
+    """As in the released code, quarot_utils.py: `zero = torch.round(-xmin / scale)`. So 0 has a level."""
+    x = torch.linspace(-1, 2.3, 32)[None, None, :, None].repeat(1, 1, 1, CONFIG.head_dim)  # (1, 1, T, d)
+    x[:, :, 7] = 0
+    for codec in METHODS["oscar"](CONFIG, rotate="off", scale_tokens="off").codecs[0]:
+        assert not codec.decode(codec.encode(x))[:, :, 7].any()
 
 
 @pytest.mark.parametrize("entry", [max, (max, "before"), ("post", max)])

@@ -77,7 +77,8 @@ def test_every_cell_has_one_row(apart):
 
 def test_numbers_of_the_page_are_differences_of_pairs(monkeypatch):
     rows = {"a": [1, 2, 3], "b": [2, 4, 6], "c": [1, 3, 3], "d": [1, 2, 9]}
-    monkeypatch.setattr(crossed, "row_of", lambda name, *_: {"nll": [[100000 * loss for loss in rows[name[0]]]]})
+    monkeypatch.setattr(crossed, "row_of",
+                        lambda name, *_: {"windows": "", "nll": [[100000 * loss for loss in rows[name[0]]]]})
     assert crossed.changed(("a", "b")) == "+2.000 ± 0.577"
     difference, error, _ = crossed.interaction("a", "b", "c", "d")  # d + a - b - c: -1, -3, 3
     assert difference == pytest.approx(-1 / 3) and error == pytest.approx(1.764, abs=1e-3)

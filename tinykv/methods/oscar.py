@@ -15,10 +15,10 @@ A rotation changes no attention score if queries are rotated, too; here keys are
 Paper and practice. Of the paper (arXiv 2605.19660), its abstract was read, and the released code (fake quantization and
 kernels), which settles what follows.
 - n is the L2 norm over all KV heads of a token, after the rotation. Values are rotated and not divided.
-- Both are quantized after RoPE, G = 32 and R = 128, and the zero point is an integer (`formula="integer-zero"`); here
-  it is the minimum, as in `kivi`, unless told otherwise.
+- Both are quantized after RoPE, G = 32 and R = 128, and the zero point is an integer, as here by default. With
+  `formula="offset"` it is the minimum, as in `kivi`, so that 0 has no level; on SmolLM2, 2 bits lose less then.
 - The released code quantizes its whole window of R tokens each time it is full, as KIVI's does. Here it is G at a time.
-- `rotate="off"`, `scale_tokens="off"`: the paper's ablations. With both off, this is `kivi`.
+- `rotate="off"`, `scale_tokens="off"`: the paper's ablations. With both off, and "offset", this is `kivi`.
 """
 from tinykv.methods.base import CodecMethod
 
@@ -26,6 +26,7 @@ from tinykv.methods.base import CodecMethod
 class OScaR(CodecMethod):
     beside = {"kivi": {"group_size": 32, "recent": 128}}
 
-    def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128, **oscar):
-        super().__init__(config, k_bits, v_bits, "oscar", group_size=group_size, block=group_size, **oscar)
+    def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128, formula="integer-zero", **oscar):
+        super().__init__(config, k_bits, v_bits, "oscar", group_size=group_size, block=group_size, formula=formula,
+                         **oscar)
         self.recent = recent
