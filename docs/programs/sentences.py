@@ -211,10 +211,9 @@ def analysis():
         f"| 0% | {smol_change('channel-static', '.0%')} |",
         f"their values have {of_sinks('embedded')} times the others' error on the embedded model, and "
         f"{of_sinks('SmolLM2')} times on SmolLM2",
-        so(bias[8] < 0.1 < bias[7], f"only at 8 bits; with the sinks kept, it is {bias_kept[4]:.2f} at 4 bits"),
-        so(smol_bias[8] < 0.1 < smol_bias[7], "SmolLM2's bias also needs 8 bits; with the sinks kept, its error is "
-           f"{smol_bias_kept[4]:.2f} at 4 bits; at 2 bits, keeping them removes {1 - smol_two_kept / smol_two:.0%} of"),
-        f"keeping them removes only a {PARTS[round(two / (two - two_kept))]}",
+        so(bias[8] < 0.1 < bias[7] and smol_bias[8] < 0.1 < smol_bias[7], "only at 8 bits, on both models"),
+        f"at 4 bits is {bias_kept[4]:.2f} on the embedded model and {smol_bias_kept[4]:.2f} on SmolLM2",
+        f"keeping the sinks removes only {1 - two_kept / two:.0%} and {1 - smol_two_kept / smol_two:.0%} of",
         # OTT, IntactKV, AnTKV
         f"In layer 2, {each(at('keys', 'sinks', [2]), '.0%')} of the keys",
         so(left[2] - left[3] > 3 * (left[1] - left[2]), f"as the {n_exact[2] - n_exact[1]:.0f} tokens between"),
