@@ -111,9 +111,22 @@ def test_all_figures_against_plain_python(model, windows, monkeypatch, batch, at
     assert fp16.exact and not rtn.exact  # memory: predictions are kept of one method
 
 
+def test_losses_are_of_the_models_own_logits(windows):
+    """Whatever the head does to them: a bias, and a cap as Gemma 2's."""
+    model = random_model(CONFIG)
+    model.lm_head.bias = torch.nn.Parameter(torch.linspace(-3, 3, 50))
+    model.lm_head.register_forward_hook(lambda module, args, logits: 2 * torch.tanh(logits / 2))
+    fp16 = measure(model, FP16, windows)
+    assert_by_hand(fp16, model, FP16, model, windows)
+    assert_by_hand(measure(model, RTN, windows, fp16=fp16), model, RTN, model, windows)
+    found = measure(model.to(torch.bfloat16), FP16, windows)  # whose head runs in fp32, with all that it has
+    assert found.nll == pytest.approx(fp16.nll, abs=0.1)
+
+
 def test_an_answer_is_right_if_all_of_its_tokens_are():
     """States that are logits already: 1, 2 and 3 are the most likely ones where they come, and 4 is not."""
-    model = SimpleNamespace(lm_head=SimpleNamespace(weight=torch.eye(5)))
+    model = SimpleNamespace(lm_head=torch.nn.Linear(5, 5, bias=False))
+    model.lm_head.weight.data = torch.eye(5)
     hidden, result = torch.eye(5)[[1, 2, 3, 0, 0]][None], Result()  # (1, T, vocab)
     add_predictions(result, model, hidden, None, torch.arange(5)[None], [[(1, 3), (3, 5), (4, 5)]])
     assert (result.right, result.answers) == (1, 3)

@@ -1,14 +1,13 @@
 """Perplexity, and what goes with it: each method beside fp16, on the same windows.
 
-fp16 goes first. Its predictions stay in main memory for the comparison: 2 D + 2 numbers a target (`Exact`), however
-large the vocabulary V is. Each method's hidden states are turned into logits once, a slice at a time: this
-product with the head, 2 D V operations a target, is most of what a comparison costs.
+fp16 goes first. Its hidden states stay in main memory for the comparison: D numbers a target, however large the
+vocabulary V is. The model's own head makes logits of them, and of each method's, a slice at a time.
 """
+import copy
 import math
 import time
 from dataclasses import dataclass, field, replace
 from statistics import fmean as mean
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,20 +21,6 @@ SLICE = 2 ** 24  # logits held at once, in numbers
 FAR = 128 * 1024  # tokens of the text for the last bit count, the column 128K
 LARGEST = 700  # nats: the exponential of a larger loss is no number
 STRETCH = 512  # targets whose losses are also averaged by themselves: what a loss is early in a window, and late
-
-
-class Exact(NamedTuple):
-    """What is kept of fp16's predictions in a window of T tokens, n of them targets. With p, fp16's probability of each
-    token v of the vocabulary, and w_v, that token's row of the head, a method's KL divergence is
-
-        KL(fp16 || method) = sum_v p_v (log p_v - log q_v) = (h - h') . sum_v p_v w_v - log_sum + log_sum'
-
-    since log p_v = h . w_v - log_sum, and log q_v = h' . w_v - log_sum' with the method's own h' and log_sum'.
-    """
-    hidden: torch.Tensor  # (T, D): h, the final hidden states
-    mean_row: torch.Tensor  # (n, D): sum_v p_v w_v
-    log_sum: torch.Tensor  # (n): log sum_v exp(h . w_v)
-    top: torch.Tensor  # (n): the most likely token
 
 
 @dataclass
@@ -57,7 +42,7 @@ class Result:
     seconds: float = 0.0  # in the forward passes
     cache_bytes: int = 0  # of one window, the largest
     reads_codes: int = 0  # windows in which a query reads codes
-    exact: list = field(default_factory=list, repr=False, compare=False)  # of fp16: `Exact` per window, on the CPU
+    exact: list = field(default_factory=list, repr=False, compare=False)  # of fp16: hidden states (T, D) of each window
     windows: object = field(default=None, repr=False, compare=False)  # the `Windows`
     model: torch.Tensor | None = field(default=None, repr=False, compare=False)  # its `identity`
 
@@ -82,8 +67,7 @@ def sum_of(results):
 @torch.inference_mode()
 def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=None, cache_class=KVCache, prompt=None):
     """One method's `Result` on windows (`data.windows.Windows`). UserError where the model, or the method, computes
-    numbers that are not finite, where lm_head is more than its weight, and for fp16's Result of other windows, or of
-    another model.
+    numbers that are not finite, and for fp16's Result of other windows, or of another model.
 
     fp16: the Result of fp16 on the same windows; None: this is it. bar: an object with `update(n)`, called with n, how
     many more windows are finished. cache_class: `KVCache`, or a class of caches that compute attention themselves.
@@ -98,7 +82,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         tokens = windows.tokens[first:first + batch].to(device)  # (B, T)
         answers = windows.answers[first:first + batch]
         # of fp16, a list of B; None where this is fp16
-        exact = fp16 and [Exact(*(x.to(device) for x in window)) for window in fp16.exact[first:first + batch]]
+        exact = fp16 and [h.to(device) for h in fp16.exact[first:first + batch]]  # (T, D) each
 
         # 1. read the windows through the method's cache
         if first > 0:
@@ -114,10 +98,9 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         result.reads_codes += len(tokens) * (coded > 0 or cache.layers[0].quantizes_first)
         refuse_overflow(cache, outputs)
         if cache.start:  # predictions at a prefix's own positions are fp16's
-            at_prefix = torch.stack([window.hidden[:cache.start] for window in exact])  # (B, n, D)
+            at_prefix = torch.stack([h[:cache.start] for h in exact])  # (B, n, D)
             outputs = [at_prefix, *outputs]
         hidden = torch.cat(outputs, dim=1)  # (B, T, D)
-        check_head(model.lm_head, hidden[0, -1:])
         count_bits(result, cache, tokens)
         kept = [kept_tokens(rows) for layer in cache.layers for rows in (layer.keys, layer.values)]
         result.kept += [mean(kept)] * len(tokens)  # of a batch only the mean is known
@@ -139,14 +122,6 @@ def check_reference(fp16, result, quantized):
         raise UserError("the Result of fp16 is of other windows, or of another method; measure fp16 on these")
     if not quantized and not same_model(fp16.model, result.model):
         raise UserError("the Result of fp16 is of another model; measure fp16 on this one")
-
-
-def check_head(head, h):
-    """UserError where a hook, a bias or an adapter changes the logits of hidden states h (n, D): losses are computed
-    from the head's weight."""
-    if not torch.allclose(head(h), F.linear(h, head.weight), equal_nan=True):
-        raise UserError("lm_head computes other logits than its weight alone; remove its hook, bias or adapter, or "
-                        "merge it into the weight")
 
 
 def refuse_overflow(cache, outputs):
@@ -186,35 +161,29 @@ def add_predictions(result, model, hidden, exact, tokens, answers, start=1):
     """Add a batch to the result. hidden (B, T, D): position t predicts token t + 1. start: the first token that is a
     target.
 
-    exact: fp16's predictions, an `Exact` for each of the B windows; None: these are they, and the result keeps them.
+    exact: fp16's hidden states (T, D) for each of the B windows; None: these are they, and the result keeps them.
     Logits are computed in fp32 whatever the model's dtype.
     """
-    head = model.lm_head.weight.float()  # (vocab, D)
-    size = max(1, SLICE // len(head))  # targets at a time
+    head, weight = model.lm_head, model.lm_head.weight  # (vocab, D)
+    if weight.dtype != torch.float32:
+        head = copy.deepcopy(head).float()
+    size = max(1, SLICE // len(weight))  # targets at a time
     for row, target in enumerate(tokens[:, start:]):  # (T - start)
-        nll, kl, losses, hits, kept = 0.0, 0.0, [], [], []
+        nll, kl, losses, hits = 0.0, 0.0, [], []
         for begin in range(0, len(target), size):
             part = target[begin:begin + size]  # (n)
-            here = slice(begin, begin + len(part))  # among the targets
             positions = slice(start - 1 + begin, start - 1 + begin + len(part))  # that predict them
-            h = hidden[row, positions].float()  # (n, D)
-            logits = F.linear(h, head)  # (n, vocab)
+            logits = head(hidden[row, positions].float())  # (n, vocab)
             logp = F.log_softmax(logits, dim=-1)  # (n, vocab)
-            own = logp.gather(1, part[:, None])[:, 0]  # (n): of the text's own tokens
-            log_sum = logits.gather(1, part[:, None])[:, 0] - own  # (n)
-            top = argmax(logp)  # (n)
-            losses.append(-own.double())  # (n)
+            losses.append(-logp.gather(1, part[:, None])[:, 0].double())  # (n): of the text's own tokens
             nll += losses[-1].sum().item()
             if not logits.sum().isfinite():  # also where the text's own tokens have finite ones
                 nll = math.nan
-            top_fp16 = top  # (n)
-            if exact is None:
-                kept.append((logp.exp() @ head, log_sum, top))  # (n, D), (n), (n)
-            else:
-                top_fp16 = exact[row].top[here]  # (n)
-                difference = exact[row].hidden[positions].double() - h.double()  # (n, D)
-                mean_difference = (difference * exact[row].mean_row[here].double()).sum(-1)  # (n): of logits, under p
-                kl += (mean_difference - exact[row].log_sum[here] + log_sum).sum().item()
+            top = top_fp16 = argmax(logp)  # (n)
+            if exact is not None:
+                logp_fp16 = F.log_softmax(head(exact[row][positions].float()), dim=-1)  # (n, vocab)
+                top_fp16 = argmax(logp_fp16)  # (n)
+                kl += F.kl_div(logp, logp_fp16, reduction="none", log_target=True).sum(dtype=torch.double).item()
             result.agree += (top == top_fp16).sum().item()
             hits.append(top == part)
 
@@ -226,8 +195,7 @@ def add_predictions(result, model, hidden, exact, tokens, answers, start=1):
         result.nll_along.append([part.mean().item() for part in torch.cat(losses).split(STRETCH)])
         result.kl.append(kl)
         if exact is None:
-            mean_row, log_sum, top = (torch.cat(parts).cpu() for parts in zip(*kept))
-            result.exact.append(Exact(hidden[row].cpu(), mean_row, log_sum, top))
+            result.exact.append(hidden[row].cpu())
         result.targets += len(target)
         # an answer is right if each of its tokens is the most likely one
         hit = torch.cat(hits)  # (T - start)
@@ -240,37 +208,36 @@ def count_bits(result, cache, tokens):
 
     In a stream the recent part grows from R to R + block - 1 tokens and shrinks to R again. It is counted at its mean
     over that cycle, so that no length flatters a method. The other tokens count as quantized. A text that is too short
-    for any token to be quantized counts as it is, and as 16 bits at 128K.
+    for any token to be quantized counts as it is, and as 16 bits at 128K. A layer may have dropped codes that no later
+    query sees, those of `gone` tokens: these count nowhere, and at 128K it holds a window.
     """
-    B, T = tokens.shape
-    config, method = cache.config, cache.method
-    # numbers in one token's keys, or values, over all layers
-    numbers = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    (B, T), method = tokens.shape, cache.method
     result.cache_bytes = max(result.cache_bytes, cache.nbytes // B)
-    bits, bits_far = 0.0, 0.0  # means over the batch's windows
-    layer = cache.layers[0]
-    for rows in (layer.keys, layer.values):
-        held = cache.part_bytes(rows.kind)  # of all layers and sequences
-        if rows.n_coded == 0:
-            bits += 8 * sum(held.values()) / (B * numbers * T) / 2
-            bits_far += 16.0 / 2
-            continue
-        # none, where a window is quantized as a whole
-        n_recent = 0 if layer.quantizes_first else method.recent + (method.block_of(rows.kind) - 1) / 2
-        coded = held["coded"] / rows.n_coded  # bytes of a quantized token
-        recent = config.num_hidden_layers * sum(  # bytes of a recent token: a row, and its score where there is one
-            x.element_size() * x.shape[:2].numel() * x.shape[3:].numel() for x in rows.tensors()["recent"])
-        kept = held["kept"]
-        total = coded * (T - n_recent) + recent * n_recent + kept  # bytes
-        if method.keeps_share and not layer.chooses_once:
-            kept = kept / T * FAR  # it grows with the text
-        total_far = coded * (FAR - n_recent) + recent * n_recent + kept
-        # a half each of the bits of K and of V
-        bits += 8 * total / (B * numbers * T) / 2
-        bits_far += 8 * total_far / (B * numbers * FAR) / 2
+    total = total_far = numbers = numbers_far = 0  # bytes, and the numbers that they hold
+    for layer in cache.layers:
+        for rows in (layer.keys, layer.values):
+            parts = rows.tensors()
+            held = {part: sum(t.nbytes for t in tensors) for part, tensors in parts.items()}  # of all sequences
+            of_token = B * cache.config.num_key_value_heads * cache.config.head_dim  # numbers
+            n = T - getattr(rows.codes, "gone", 0)  # tokens
+            n_far = min(FAR, max(n, getattr(rows.codec, "window", FAR)))
+            numbers, numbers_far = numbers + n * of_token, numbers_far + n_far * of_token
+            if rows.n_coded == 0:
+                total, total_far = total + sum(held.values()), total_far + 2 * n_far * of_token
+                continue
+            # none, where a window is quantized as a whole
+            n_recent = 0 if layer.quantizes_first else method.recent + (method.block_of(rows.kind) - 1) / 2
+            coded = held["coded"] / (rows.n_coded - T + n)  # bytes of a quantized token
+            recent = sum(  # bytes of a recent token: a row, and its score where there is one
+                x.element_size() * x.shape[:2].numel() * x.shape[3:].numel() for x in parts["recent"])
+            kept = held["kept"]
+            total += coded * (n - n_recent) + recent * n_recent + kept
+            if method.keeps_share and not layer.chooses_once:
+                kept = kept / T * FAR  # it grows with the text
+            total_far += coded * (n_far - n_recent) + recent * n_recent + kept
     # of a batch only the mean is known
-    result.bits += [bits] * B
-    result.bits_far += [bits_far] * B
+    result.bits += [8 * total / numbers] * B
+    result.bits_far += [8 * total_far / numbers_far] * B
 
 
 def kept_tokens(rows):
