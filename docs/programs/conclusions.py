@@ -3,7 +3,7 @@
     less(a, b, c)          each row loses less than the next, by the rule of the claims (tables.py)
     none(a, b)             two rows do not differ, by the same rule: within its margin
     share_left(a, b)       [share of b's loss that is left in a, its error]; below(share, limit): by two errors
-    replace(..)            two ideas gain less together than the sum of what they gain alone
+    verdict(..)            what two ideas do together, by crossed.py's rule
     sign_of_claim(..)      what a claim of results_data.md comes out as: "less", "more", "none" or "open"
     grows(row)             the loss grows along windows of 4,096 tokens
     finds_more(a, b)       b finds more of 100 facts than a, by two errors
@@ -15,7 +15,7 @@ say is written without bold.
 import re
 from itertools import pairwise
 
-from crossed import HELP, KIVIS, TWO, embedded, here, hits, interaction, share_left, verdict
+from crossed import HELP, KIVIS, TWO, embedded, here, hits, share_left, verdict
 from crossing import APART, NORMED, QUARTER, cell
 from results import ANTKV, CHANCE, CLAIMS, CQ, FIVE, MARKED, OTHER_TEXT, SERVED, compared, pair
 from tables import NEEDLES, row_of, sign_of
@@ -62,11 +62,6 @@ def gain(section, words):
     return -compared(*claim_of(section, words))[0]
 
 
-def replace(neither, one, other, both, model="SmolLM2"):
-    difference, _, p = interaction(neither, one, other, both, model=model)
-    return difference > 0 and p < 0.01
-
-
 def grows(row):
     pairs = row_of(row + LONGER)["along"]
     difference, _, p = compared(*({"nll": [[losses[part] for losses in pairs]]} for part in (-1, 0)))
@@ -91,8 +86,10 @@ def other_calibration(said, *rows):
 
 def readme():
     return {
-        "Some replace each other, others multiply.": [
-            {"replace each other", "multiply"} <= {*map(verdict, TWO.values())}],
+        "Some overlap, others multiply.": [
+            verdict(TWO["static, 3 bits | keep marked | level at 0"]) == "overlap",
+            verdict(TWO["static, 3 bits | keep marked | rotation"]) == HELP,
+            verdict(TWO["per token, 3 bits | keep marked | rotation"]) == "multiply"],
         "At 3 bits, the zero point decides.": [
             both_models(less, FIVE, PFN, RTN), both_models(less, PFN + ZERO, RTN + ZERO),
             both_models(none, FIVE + ZERO, PFN + ZERO), less(PFN + ZERO, FIVE),
@@ -135,28 +132,35 @@ def results():
 
 def crossing():
     corners = [cell(3, "static", zero, kept) for zero in ("offset", "integer") for kept in ("none", "marked")]
-    static, kept, level, both = corners
+    static, kept, level, _ = corners
     kivis, kivis_kept, kivis_both = (
         cell(3, KIVIS, "offset", kept, turn) for kept, turn in (("none", False), ("marked", False), ("marked", True)))
     turned, kept_turned = (cell(3, "static", kept=which, rotated=True) for which in ("none", "marked"))
-    two = [cell(2, KIVIS, kept=which, rotated=turn) for turn in (False, True) for which in ("none", "marked")]
+    level_turned = cell(3, "static", "integer", rotated=True)
     in_range, own, quarter = (row.format(bits=3) for row in (*APART.values(), QUARTER))
     return {
         "At 3 bits, the two ideas that add up are rotation and kept tokens": [
             list(map(verdict, TWO.values())).count(HELP) == 1],
-        "Rotation and kept tokens add up.": [verdict([static, kept, turned, kept_turned]) == HELP],
-        "Kept tokens and a level at 0 replace each other.": [both_models(replace, static, kept, level, both)],
+        "Rotation and kept tokens add up": [
+            verdict([static, kept, turned, kept_turned]) == HELP,
+            verdict(TWO["per token, 3 bits | keep marked | rotation"]) == "multiply",
+            {verdict(of, "embedded") for words, of in TWO.items() if "marked | rotation" in words} == {"open"}],
+        "Kept tokens and a level at 0 overlap.": [
+            verdict(corners) == "overlap", verdict(corners, "embedded") == "second replaces"],
         "KIVI's grid replaces a level at 0, not kept tokens.": [
+            verdict(TWO["static, 3 bits | level at 0 | KIVI's grid"]) == "second replaces",
+            verdict(TWO["static, 3 bits | level at 0 | KIVI's grid"], "embedded") == "second replaces",
+            verdict(TWO["static, 3 bits | keep marked | KIVI's grid"]) == "overlap",
             none(cell(3, KIVIS, "integer"), kivis), less(kivis_kept, kivis), below(share_left(kivis, kivis_kept), 0.8)],
         "In a static grid, rotation needs the sinks out of the way": [
-            less(kept_turned, kept), less(level, cell(3, "static", "integer", rotated=True))],
-        "At 2 bits, kept tokens and rotation multiply in KIVI's grid.": [verdict(two) == "multiply"],
+            less(kept_turned, kept), less(level, level_turned), less(level_turned, level, model="embedded")],
         "The grid matters, not the 16 bits.": [
             both_models(less, own, in_range), below(share_left(static, own), 0.25), not less(in_range, static)],
         "A small loss does not mean that facts can still be looked up.": [
             less(kivis_kept, kivis), not finds_more(kivis, kivis_kept), finds_more(ANTKV, kivis)],
         "Combine at 3 bits": [less(kivis_kept, kivis), finds_more(kivis, kivis_both)],
-        "Do not combine": [less(level, cell(3, "static", "integer", rotated=True))],
+        "Do not combine": [verdict([static, level, turned, level_turned]) == "harm each other",
+                           verdict([static, level, turned, level_turned], "embedded") == HELP],
         "The `/ 4` bug.": [less(quarter, static, model="embedded"), less(level, quarter)],
         "About 2.3 bits": [less(CQ, KVQUANT), less(CQ, OSCAR), not other_calibration(less, CQ, KVQUANT)],
         "About 3 bits": [less(KVQUANT, OSCAR, "kivi --bits 2"),

@@ -5,7 +5,6 @@
 import itertools
 import math
 from functools import partial
-from statistics import fmean as mean
 from statistics import stdev
 
 import torch
@@ -79,28 +78,24 @@ def share_left(first, second, where=SHORT):
     return share.item(), error / of_first.mean().item()
 
 
-def interaction(neither, one, other, both, where=SHORT, model="SmolLM2"):
-    """By how much two ideas together gain less (positive), or more, than the sum of what they gain alone."""
-    def added(*names):
-        rows = [row_of(name + where if model == "SmolLM2" else embedded(name), model) for name in names]
-        _, n = shape_of(*rows)
-        draws = zip(*(row["nll"] for row in rows))
-        return {"windows": rows[0]["windows"][:4 * n], "nll": [[sum(losses) for losses in zip(*two)] for two in draws]}
-    return compared(added(both, neither), added(one, other))
+def factor(over, under, model="SmolLM2", beyond=1.0):
+    """The losses of some rows, multiplied, over those of others: a number, its standard error, and p that it is
+    `beyond`.
 
-
-def factor(over, under, where=SHORT):
-    """The losses of some rows, multiplied, over those of others: a number, its standard error, and p that it is 1.
-
-    To first order, a pair adds its loss, as a share of the mean loss, to the logarithm of that mean.
+    To first order, a pair adds its loss, as a share of the mean loss, to the logarithm of that mean. On the embedded
+    model, a window in a draw of the calibration is a pair.
     """
-    signs = [(1, row) for row in over] + [(-1, row) for row in under]
-    _, n = shape_of(*(row_of(row + where) for _, row in signs))  # pairs
-    logs = [0.0] * n
-    for sign, row in signs:
-        losses = [UNIT * (a - b) for a, b in zip(*(found["nll"][0][:n] for found in beside_fp16(row + where)))]
-        logs = [log + sign * (math.log(mean(losses)) + loss / mean(losses) - 1) for log, loss in zip(logs, losses)]
-    log, error, _, p, _ = paired([logs], [[0.0] * n])
+    where = SHORT if model == "SmolLM2" else ""
+    rows = [(sign, *beside_fp16((row if where else embedded(row)) + where, model))
+            for sign, group in ((1, over), (-1, under)) for row in group]
+    C, W = shape_of(*(row for _, row, _ in rows), rows[0][2])
+    logs = torch.zeros(C, W, dtype=torch.float64)
+    for sign, *both in rows:
+        losses, fp16 = (UNIT * torch.tensor(row["nll"], dtype=torch.float64)[:C, :W] for row in both)  # (C or 1, W)
+        mean = (losses - fp16).mean()
+        logs += sign * (mean.log() + (losses - fp16) / mean - 1)
+    log, error, _, p, _ = paired(logs.tolist(), [[math.log(beyond)] * W] * C)
+    log += math.log(beyond)
     return math.exp(log), math.exp(log) * error, p
 
 
@@ -126,6 +121,7 @@ def embedded(row):
 
 
 HELP = "**help each other**"
+FIFTH = 1.2  # two ideas multiply if they reach their product within this factor
 CHOICES = {"keep marked": {"kept": "marked"}, "level at 0": {"zero": "integer"}, "rotation": {"rotated": True}}
 
 
@@ -189,22 +185,31 @@ def beyond_product(of):
     return "{:.2f} ± {:.2f}".format(*factor([one, other], [neither, both])[:2])
 
 
-def verdict(of):
-    """They multiply if this is within a fifth of 1, errors included, and harm each other if one is better alone."""
+def verdict(of, model="SmolLM2"):
+    """Whether two ideas multiply, by p of their product, of what each gains alone, and of what it gains last."""
     neither, one, other, both = of
-    ratio, error, p = factor([one, other], [neither, both])
+    over, under = [one, other], [neither, both]
+    ratio, _, p = factor(over, under, model)
+    last = [factor([row], [both], model) for row in (other, one)]  # the first added to the second, and the reverse
     if p > 0.05:
-        return "multiply" if abs(ratio - 1) + 2 * error < 0.2 else "open"
+        alone = [factor([neither], [row], model) for row in (one, other)]
+        gain = all(change > 1 and p < 0.05 for change, _, p in alone)
+        *_, p = max((factor(over, under, model, end) for end in (1 / FIFTH, FIFTH)), key=lambda found: found[2])
+        return "multiply" if gain and 1 / FIFTH < ratio < FIFTH and p < 0.05 else "open"
     if ratio > 1:
         return HELP
-    alone = [factor([row], [both]) for row in (one, other)]
-    return "harm each other" if any(change < 1 and p < 0.05 for change, _, p in alone) else "replace each other"
+    if any(change < 1 and p < 0.05 for change, _, p in last):
+        return "harm each other"
+    if all(change > 1 and p < 0.01 for change, _, p in last):
+        return "overlap"
+    return next((f"{words} replaces" for words, (_, _, p) in zip(("second", "first"), last) if p > 0.05), "open")
 
 
 def factors_table():
-    return table("grid, bits | first idea | second idea | first | second | product | both | both / product | they", TWO,
+    return table("grid, bits | first idea | second idea | first | second | product | both | both / product | they | "
+                 "embedded, 2 bits", TWO,
                  *(lambda of, i=i: divides(of[0], of[i]) for i in (1, 2)), product, lambda of: divides(of[0], of[3]),
-                 beyond_product, verdict)
+                 beyond_product, verdict, partial(verdict, model="embedded"))
 
 
 def recipes_table():

@@ -332,8 +332,8 @@ def crossing():
         f"together they leave {left(kept, both)} of what kept tokens alone lose, and {left(level, both)} of what",
         f"Rotation may gain a little ({of_p(p_turned)}; by KL, {of_p(p_kl)})",
         f"but nothing if marked tokens are kept ({still:+.3f} ± {error_still:.3f})",
-        so(verdict([two, two_kept, two_turned, two_both]) == "multiply",
-           f"multiply in KIVI's grid.** Together they gain {gains(two, two_both)}"),
+        so(verdict([two, two_kept, two_turned, two_both]) == "open", "at 2 bits because four pairs are too few"),
+        f"kept tokens and rotation together gain {gains(two, two_both)}",
         f"groups of 32 gain {gains(two, small)} for {wider:.2f} bits",
         f"16 bits gain {gains(two, two_kept)}, and a grid of its own "
         + so(worse > -error_own, f"nothing ({worse:+.2f} ± {error_own:.2f})"),

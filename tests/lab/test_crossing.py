@@ -80,18 +80,17 @@ def test_numbers_of_the_page_are_differences_of_pairs(monkeypatch):
     monkeypatch.setattr(crossed, "row_of",
                         lambda name, *_: {"windows": "", "nll": [[100000 * loss for loss in rows[name[0]]]]})
     assert crossed.changed(("a", "b")) == "+2.000 ± 0.577"
-    difference, error, _ = crossed.interaction("a", "b", "c", "d")  # d + a - b - c: -1, -3, 3
-    assert difference == pytest.approx(-1 / 3) and error == pytest.approx(1.764, abs=1e-3)
 
 
 def test_factors_multiply_and_their_error_is_that_of_a_logarithm(monkeypatch):
     """8 nats fall to 4 and to 2 alone, and to 1 with both: the product. With half a nat, they help each other."""
     rows = {"a": [6, 10, 8], "b": [3, 5, 4], "c": [1.5, 2.5, 2], "d": [0.74, 1.26, 1], "e": [0.37, 0.63, 0.5],
-            "f": [1, 3, 2], "fp16": [0, 0, 0]}
+            "f": [1, 3, 2], "g": [1.19, 2.01, 1.6], "fp16": [0, 0, 0]}
     monkeypatch.setattr(crossed, "row_of", lambda name, *_: {"nll": [[1e5 * n for n in rows[name.split()[0]]]]})
-    monkeypatch.setattr(crossed, "beside_fp16", lambda name: (crossed.row_of(name), crossed.row_of("fp16")))
+    monkeypatch.setattr(crossed, "beside_fp16", lambda name, _: map(crossed.row_of, (name, "fp16")))
     assert crossed.factor(["a"], ["b"])[:2] == pytest.approx((2, 0))  # the same pairs are hard for both
     assert crossed.factor(["a"], ["f"])[:2] == pytest.approx((4, 4 * 0.25 / 3 ** 0.5))  # -1/4, 1/4, 0 less -1/2, 1/2, 0
     assert crossed.product("abcd") == "8.00" and crossed.beyond_product("abcd").startswith("1.00 ± 0.0")
-    assert [crossed.verdict(f"abc{both}") for both in "decb"] == [
-        "multiply", "**help each other**", "replace each other", "harm each other"]
+    assert [crossed.verdict(f"abc{both}") for both in "degcb"] == [
+        "multiply", "**help each other**", "overlap", "second replaces", "harm each other"]
+    assert crossed.verdict("aacc") == "open"  # the first idea gains nothing alone
