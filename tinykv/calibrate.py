@@ -1,10 +1,10 @@
 """Calibration: methods and their codecs learn from windows of text, which the model reads in full precision.
 
 The model reads each window once, for all methods. What its layers compute is held in the memory of the CPU: keys,
-values, hidden states, and gradients where a codec asks for them. A method may have something to find itself, such as
-KVSink its outlier; that comes first, as codecs learn only from tokens that their method does not keep. Then each codec
-fits its tables to all keys, or values, of its layer: static ranges, KVQuant's levels, SKVQ's groups and clips,
-codebooks. Where all layers take too much memory, some of them are held, and the text is read again for others.
+values, hidden states, and gradients if a codec asks for them. A method may search for something itself, as KVSink does
+for its outlier. That comes first, because codecs learn only from tokens that their method does not keep. Then each
+codec fits its tables to all keys, or values, of its layer: static ranges, KVQuant's levels, SKVQ's groups and clips,
+codebooks. If all layers take too much memory, some of them are held, and the text is read again for the others.
 """
 import torch
 import torch.nn.functional as F

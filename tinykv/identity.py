@@ -1,6 +1,6 @@
-"""Which model is it? By what it computes of a fixed text. A reader may skip this file.
+"""Which model is it? It is known by what it computes from a fixed text. A reader may skip this file.
 
-A name or a path tells nothing about a model that was edited, and a hash of its weights nothing about a hook.
+A name or a path does not show that a model was edited, and a hash of its weights does not show a hook.
 """
 import torch
 

@@ -1,12 +1,12 @@
-"""What SmolLM2's marked tokens are to the model, in docs/analysis.md: its figure, and numbers by layer.
+"""How SmolLM2's marked tokens act in the model: the figure of docs/analysis.md, and numbers by layer.
 
     python docs/programs/marks.py --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt
     python docs/programs/marks.py --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt --keys
 
 A token is marked if `kvsink --threshold 0.1` would keep it. In one window, a query's attention is split into that to
-the five tokens with the largest marks, which `kvsink` keeps, to the other marked tokens, and to all others. Of each of
-the three, the values' rounding errors at 3 bits are summed with the same weights: what they add to the attention's
-output.
+the five tokens with the largest marks, which `kvsink` keeps, to the other marked tokens, and to all others. For
+each of the three, the values' rounding errors at 3 bits are summed with the same weights: this is what they add to the
+attention's output.
 
 --keys: why the five's keys matter, by layer, in eight windows of 512 tokens: what a key's rounding error at 3 bits adds
 to the logits of the queries after it, and how much of this is the same for all of them.

@@ -26,7 +26,7 @@ SMALL = dict(vocab_size=80, hidden_size=32, intermediate_size=40, num_hidden_lay
              num_key_value_heads=4, max_position_embeddings=256, rms_norm_eps=0.05, bos_token_id=1, eos_token_id=2)
 GROUPED = SMALL | {"num_key_value_heads": 2}
 WIDE = SMALL | {"num_attention_heads": 2, "num_key_value_heads": 1}  # heads of 16: eight frequencies
-# Of eight frequencies, a context of 32 leaves one alone, ramps one, and slows six by the factor.
+# A context of 32 leaves one of eight frequencies alone, ramps one, and slows six by the factor.
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32, "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}

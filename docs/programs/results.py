@@ -158,8 +158,8 @@ def of_embedded(row):
 
 
 # The data: {model: {row: {"bits": true bits, "nll": [[loss of each window] of each draw], "kl": the same,
-#                          "along": [nats above fp16 of each 512 targets] of each pair, of longer windows}}}. Of rows
-# that were measured before, "along" has one list, the mean of all pairs
+#                          "along": [nats above fp16 of each 512 targets] of each pair, of longer windows}}}. In
+# older rows, "along" has one list, the mean of all pairs
 
 def rows_of(model):
     """The rows of a model, each a method and flags."""

@@ -1,12 +1,12 @@
-"""Run the commands of docs/*.md again, and put what they print in the place of what stands there.
+"""Run the commands of docs/*.md again, and replace what the pages print by what they print now.
 
     python docs/programs/sessions.py                  everything: an hour and more on 2 CPU cores
     python docs/programs/sessions.py --only figures   the commands that draw a figure
     python docs/programs/sessions.py --only kvquant   the commands with this word in them
     python docs/programs/sessions.py --only pdb       the debugger sessions
 
-A block that begins with "$ python" is a command. Of its output the last tables are kept, as many as stand there,
-without the column of seconds. Figures are written where the commands say. A command may name a method that the page
+A block that begins with "$ python" is a command. The page gets as many of its last tables as it had before, without
+the column of seconds. Figures are written where the commands say. A command may name a method that the page
 defines, `heavy.py:HeavyHitters`. A block that begins with "$ python -m pdb" begins a session in the debugger, and
 blocks that begin with "(Pdb)" go on with it. In a session, "..." stands for line numbers and for what a function
 returns.

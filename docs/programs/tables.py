@@ -17,7 +17,7 @@ from results import CLAIMS, LONG, NAMES, OWN, SERVED, STREAM, compared, named, p
 
 DATA = read_data()
 SMOL, NEEDLES = DATA["SmolLM2"], read_data(needles.RECORD)
-UNEQUAL = 0.19  # true bits: where the rows of a claim differ by more, both are told
+UNEQUAL = 0.19  # true bits: if the rows of a claim differ by more, the cell has both
 MARGIN = 0.05  # nats: two thirds of the smallest gain that a paper reports for a claim of the tables (KVSink's Table 2)
 
 
@@ -191,8 +191,8 @@ def corrected():
     told = sum(p < 0.01 for p in ps)
     return (f"Of the {len(ps)} claims of SmolLM2, {told} have p of the loss below .01, of which one in a hundred is "
             f"expected to be\nchance. Holm's correction, by which the chance that any of them is wrong stays below 5%, "
-            f"keeps {len(kept)} of them,\nthose of p up to {kept[-1]:.4f}. A † marks verdicts that tell of another "
-            "difference.")
+            f"keeps {len(kept)} of them,\nthose of p up to {kept[-1]:.4f}. A † marks a verdict that rests on a "
+            "difference that it does not keep.")
 
 
 # The tables

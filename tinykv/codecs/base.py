@@ -5,7 +5,7 @@ tokens, d channels. Codes are packed along the channels, so each token is a row 
 appended. Scales and zero points are rounded to the precision in which they are stored *before* the codes are computed,
 so the encoder and the decoder work on the same grid. Rounding is half to even everywhere.
 
-No codec shifts bits but by `pack` and `unpack`.
+Only `pack` and `unpack` shift bits.
 """
 import math
 from typing import NamedTuple

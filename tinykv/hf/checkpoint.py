@@ -17,10 +17,9 @@ from tinykv.model import Llama
 def load_model(folder, device="cpu", dtype=torch.float32):
     """A checkpoint folder -> Llama on `device`, every weight in `dtype`.
 
-    device: one, or several as in "cuda:0,cuda:1", which the layers are divided among. What stands around the layers
-    lies on the first, so that tokens go in, and states come out, on one device. Tensors are read one by one: there is
-    never more in memory than the model and one tensor, beside the pages of the mapped file, which the system takes back
-    as it likes.
+    device: one, or several as in "cuda:0,cuda:1", which the layers are divided among. Whatever is not a layer is on
+    the first, so tokens go in, and states come out, on one device. Tensors are read one by one: memory never holds
+    more than the model and one tensor, beside the pages of the mapped file, which the system takes back as it likes.
     """
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"dtype is one of torch's, such as torch.bfloat16; got {dtype!r}")

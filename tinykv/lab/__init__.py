@@ -1,1 +1,1 @@
-"""What stands around the reference: commands and their tables, experiments, kernels, adapters."""
+"""What surrounds the reference: commands and their tables, experiments, kernels, adapters."""

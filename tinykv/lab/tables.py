@@ -15,8 +15,8 @@ from tinykv.identity import same_model
 def hash_of(*parts):
     """The SHA-256, in hex, of what made something: another part, or edited code of this package, gives another one.
 
-    parts: numbers, texts, tensors, lists and dicts; of another object its class's name and its attributes count. Of the
-    package, what counts is the files as they were when it was loaded.
+    parts: numbers, texts, tensors, lists and dicts; any other object counts by its class's name and its attributes. The
+    package counts by its files as they were when it was loaded.
     """
     def plain(thing):
         return digest_of({"": thing}, {}) if isinstance(thing, torch.Tensor) else [type(thing).__name__, vars(thing)]

@@ -1,7 +1,7 @@
-"""What every method has beside its answers to the three questions. A reader may skip this file.
+"""What every method has besides its answers to the three questions. A reader may skip this file.
 
 What calibration finds (ranges, levels, codebooks) are a method's *tables*. They hold for one model, and for the codecs
-of one method. Here they are taken from a method and given back, and what does not belong together is refused.
+of one method. This file takes them from a method and gives them back, and refuses what does not belong together.
 """
 import copy
 import inspect
@@ -68,7 +68,7 @@ class Calibrated:
     def stored_as(self):
         """A number for what tables depend on: the method, where keys are stored, what is kept, how codecs were made.
 
-        Of two that differ, one pair in 2^32 has the same number. Of a codec it sees the class, and those arguments of
+        Two different ones share a number once in 2^32 pairs. The number sees a codec's class, and those arguments of
         its constructor that are attributes, and texts or numbers; of what `Method.fit` reads, only `preserve`.
         """
         made_with = [type(self).__name__, self.rope, 0 if self.uses_scores else self.preserve]  # it scores none

@@ -10,8 +10,8 @@ of them, quantized together to the nearest of m centroids, lose less than each c
 bits. The paper's "4c8b" is d4m256 here. The centroids are found by k-means on calibration text, weighted by the
 diagonal Fisher information (`sensitivity`): see `codecs/codebook.py`.
 
-Paper and practice. No released code was found. That keys are quantized before RoPE, and that each group of channels has
-its own codebook, is AnTKV's account of CQ. Bits are quoted without the codebooks, which `offline_bytes` counts.
+Paper and practice. We found no released code. AnTKV reports that CQ quantizes keys before RoPE, and that each group of
+channels has its own codebook. Bits are quoted without the codebooks, which `offline_bytes` counts.
 """
 from tinykv.codecs.base import BLOCK
 from tinykv.methods.codebooks import CodebookMethod

@@ -28,9 +28,9 @@ Paper and practice. No code is public.
 - With `choose="always"`, and in a stream without a prompt, S is the top-k of the tokens seen so far: a new sink takes
   the place of a weaker one, which is read as its codes from then on. This finds sinks that come after the prompt; the
   paper does not have it.
-- Where marked tokens come back all through a text, k of them are soon not enough (docs/results.md, "Length"). With
-  `threshold` S has as many tokens as the text has marks: those of which |H^lE[i, c]| is at least that share of the
-  largest so far. As the largest only grows, a token that has left S never returns. If S were a share of the text's
+- If marked tokens come back all through a text, k of them are soon not enough (docs/results.md, "Long texts"). With
+  `threshold`, S has as many tokens as the text has marks: those whose |H^lE[i, c]| is at least that share of the
+  largest so far. Because the largest only grows, a token that has left S never returns. If S were a share of the text's
   tokens, as in `antkv`, some would return as k grows, when their rows are gone.
 """
 from statistics import median_low, mode

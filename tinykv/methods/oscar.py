@@ -12,7 +12,7 @@ spreads each head's numbers over all of its channels:
     y = H k,  n = |y|,  Q(y / n) as in KIVI,  k' = n H^T Q'
 A rotation changes no attention score if queries are rotated, too; here keys are rotated back when they are read.
 
-Paper and practice. Of the paper (arXiv 2605.19660), its abstract was read, and the released code (fake quantization and
+Paper and practice. We read the abstract of the paper (arXiv 2605.19660) and the released code (fake quantization and
 kernels), which settles what follows.
 - n is the L2 norm over all KV heads of a token, after the rotation. Values are rotated and not divided.
 - Both are quantized after RoPE, G = 32 and R = 128, and the zero point is an integer, as here by default. With

@@ -15,17 +15,17 @@ A token that loses its place goes to the extra pool and stays in full precision:
 it, so its code may be far off. The extra pool takes 32 tokens; once it is full, the pool stays as it is. The first two
 layers have no pool: they have no such tokens.
 
-What is kept stands in slots. Here p = `outlier_num` is 3, and another head has three tokens in its extra pool:
+Kept tokens fill slots. Here p = `outlier_num` is 3, and another head has three tokens in its extra pool:
                   pool       | extra pool
     slot          0   1   2  |  3   4   5
     position     17   4  23  |  9  12  17     an empty slot repeats slot 0
 
-Paper and practice. The paper names a repository that could not be reached. What the paper leaves open is settled so:
+Paper and practice. The paper names a repository that could not be reached, so these points were settled here.
 - Each KV head has its own pools. Scores are after RoPE.
 - The paper replaces a kept token by the mean of all tokens before quantizing. Here kept tokens are left out of the
-  range. The others get the same codes where that mean lies within their range.
+  range. The others get the same codes if that mean is within their range.
 - A text that comes at once (a prompt, or a window under `paper`) gets its pool in one election, so no token is evicted.
-  Fed in block by block, it ends with the same pool, as long as the extra pool is not full. Where that has room for
+  Fed in block by block, it ends with the same pool, as long as the extra pool is not full. If that has room for
   fewer tokens than would be evicted, only as many newcomers are admitted, the best first.
 - Values are quantized together with the keys, G at a time; the code of KIVI's authors quantizes the values of one token
   per step. With `outlier_num=0` this equals the method `kivi` here with the same `group_size` and `recent`.

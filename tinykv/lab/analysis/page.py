@@ -2,8 +2,8 @@
 is lost and comes back; and then every method, number of bits and token to try.
 
 The texts are those of --text, the last word of each its answer, or windows of --data, and their questions. The page
-tells of one of them: the answer whose probability `kvsink` raises most above that of `rtn`, at any number of bits. What
-every method makes of all texts stands beside it.
+tells the story of one: the answer whose probability `kvsink` raises most above that of `rtn`, at any number of bits.
+Beside it is what every method makes of all texts.
 
     python -m tinykv.lab.analysis.page --out cache.html
     python -m tinykv.lab.analysis.page --text texts.txt --data calibration.txt --model path/to/a/model

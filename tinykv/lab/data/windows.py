@@ -13,9 +13,9 @@ window is dropped. Calibration and test never see the same text:
     FILE            test         windows from all over the first half of its characters, one document
                     calibration  the same of the second half; all of it, if the test is of another text
 
-Of one long text, a file or wikitext2's test split, the windows are spread, as the first ones may be of two or three
-articles, about which alone an error over windows would speak. So are the articles of wikitext2's train split. The
-documents of c4 are pages of the web in no order.
+The windows of one long text (a file, or wikitext2's test split) are spread over it. The first ones may come from two
+or three articles, and an error over windows would speak of these alone. The articles of wikitext2's train split are
+spread, too. The documents of c4 are pages of the web in no order.
 
 The test texts of wikitext2 and c4 are those of the published numbers. WikiText-2: "\\n\\n".join over the rows of the
 Hugging Face dataset, where a row is a line of the raw file with its newline, or "" for a blank line; one document, with

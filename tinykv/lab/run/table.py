@@ -241,7 +241,7 @@ class Table(list):
         return "\n".join([*lines, r"\end{tabular}"])
 
     def rest(self):
-        """What stands below the rows, and what --vs compares."""
+        """The lines below the rows, and what --vs compares."""
         yield from self.no_news()
         if self.args.vs is not None:
             yield from ("", comparisons.compared_with_one(self.measured(), self.args.vs))
