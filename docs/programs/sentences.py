@@ -236,7 +236,7 @@ def results():
     verdicts = Counter(tables.cell(tables.verdict, claim).split(":")[0] for claim in claimed)
     right = {row: sum(hit for _, hit, _ in found) for row, found in NEEDLES["4096"].items()}
     return [
-        f"Of {len(claimed) - verdicts['-']} claims that the papers make, {verdicts['same']} hold on SmolLM2, "
+        f"{len(claimed) - verdicts['-']} claims that the papers make: {verdicts['same']} hold on SmolLM2, "
         f"{verdicts['**other**']} come out otherwise, and {verdicts['open']} are open",
         so(not verdicts["none, as there"], "hold on SmolLM2"),
         f"(`--formula offset`) it loses {less(OSCAR + OFFSET, OSCAR)} less",

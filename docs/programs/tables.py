@@ -168,9 +168,9 @@ def count():
     agree, neither = sum(a == b for a, b in decided), decided.count(("none", "none"))
     of_smol, of_embedded = (sum(both[i] == "none" != both[1 - i] for both in decided) for i in (0, 1))
     opposite, undecided = len(decided) - agree - of_smol - of_embedded, len(signs) - len(decided)
-    return (f"Of {len(signs)} comparisons that both models have, they agree on {agree}; on {neither} of these neither "
-            f"shows a difference.\n{of_smol} differences are SmolLM2's alone and {of_embedded} the embedded model's; "
-            f"{opposite} have opposite signs; {undecided} are open on one of them.")
+    return (f"The models agree on {agree} of the {len(signs)} comparisons that both have; on {neither} of these, "
+            f"neither shows a difference.\n{of_smol} differences are SmolLM2's alone and {of_embedded} the embedded "
+            f"model's; {opposite} have opposite signs; {undecided} are open on one of them.")
 
 
 @cache
@@ -189,10 +189,10 @@ def corrected():
     """How many of SmolLM2's differences there would be by Holm's correction."""
     ps, kept = ps_of_claims(), kept_by_holm()
     told = sum(p < 0.01 for p in ps)
-    return (f"Of the {len(ps)} claims of SmolLM2, {told} have p of the loss below .01, of which one in a hundred is "
-            f"expected to be\nchance. Holm's correction, by which the chance that any of them is wrong stays below 5%, "
-            f"keeps {len(kept)} of them,\nthose of p up to {kept[-1]:.4f}. A † marks a verdict that rests on a "
-            "difference that it does not keep.")
+    return (f"p of the loss is below .01 in {told} of SmolLM2's {len(ps)} claims; without any difference, it would be "
+            f"in one of a hundred.\nHolm's correction keeps the chance that any of the verdicts is wrong below 5%: it "
+            f"leaves {len(kept)} claims, those of p up\nto {kept[-1]:.4f}. A † marks a verdict that rests on a "
+            "difference that it does not leave.")
 
 
 # The tables
