@@ -1,4 +1,4 @@
-"""The conclusions that README, results.md and crossing.md print in bold, each as predicates over docs/*.json.
+"""The conclusions that pages print in bold, each as predicates over docs/*.json.
 
     less(a, b, c)          each row loses less than the next, by the rule of the claims (tables.py)
     none(a, b)             two rows do not differ, by the same rule: within its margin
@@ -17,14 +17,15 @@ from itertools import pairwise
 
 from crossed import HELP, KIVIS, TWO, embedded, here, hits, share_left, verdict
 from crossing import APART, NORMED, QUARTER, cell
-from results import ANTKV, CHANCE, CLAIMS, CQ, FIVE, MARKED, OTHER_TEXT, SERVED, compared, pair
+from results import ANTKV, CHANCE, CLAIMS, CQ, FIVE, FORMATS, MARKED, OTHER_TEXT, SERVED, biased, compared, pair
 from tables import NEEDLES, row_of, sign_of
 
 TERMS = {  # bold, and no conclusion: what is defined, and what heads a paragraph
     "README.md": {"KV cache", "sink", "Keep it in 16 bits", "Put a level at 0", "Give it its own grid",
                   "Leave it out of its group's range", "Make all tokens alike"},
     "results.md": {"same", "other"},
-    "crossing.md": set()}
+    "crossing.md": set(),
+    "serving.md": {"What this table cannot tell you.", "transformers' <code>QuantizedCache</code>"}}
 LONGER, ZERO, OFFSET = " --context 4096", " --formula integer-zero", " --formula offset"
 RTN, PFN, OSCAR, KVQUANT = "rtn --bits 3", "pfn --bits 3", "oscar --bits 2", "kvquant --bits 2"
 KIVI4, Q4_0, NVFP4 = (SERVED[name] for name in ("KIVI, 4 bits", "q4_0, rotated", "nvfp4"))
@@ -115,7 +116,9 @@ def results():
                 ("of one length after that", "less"), ("of one length only", "more"), ("rotated only", "open"),
                 ("rotated, and", "less"), ("or a pool", "open"), ("or calibrated", "more"))],
         "SKVQ: putting similar channels into one group does most of the work.": [first > 2 * sum(others)],
-        "KVQuant: found tokens add nothing to its levels.": [sign_of_claim("KVQuant", "found five, or its") == "none"],
+        "KVQuant: found tokens add nothing to its levels.": [
+            sign_of_claim("KVQuant", "found five, or its") == "none",
+            sign_of_claim("KVQuant", "found five and 0.1% of outliers") == "more"],
         "CQ and AnTKV: codebooks need weights, and text like their calibration text.": [
             sign_of_claim("CQ and AnTKV", words) == sign for words, sign in (
                 ("Fisher", "less"), ("token weights, or none", "less"), ("calibrated on another text, CQ", "more"))],
@@ -168,7 +171,28 @@ def crossing():
         "About 4.5 bits": [less(KIVI4, Q4_0), finds_more(Q4_0, KIVI4)]}
 
 
-OF_PAGE = {"README.md": readme, "results.md": results, "crossing.md": crossing}
+def serving():
+    def suffers(label):
+        """Whether a bias makes a format lose more than five times as much."""
+        plain, planted = (compared(row_of(biased(label, size)), row_of(biased("fp16", size)))[0] for size in (0, 600))
+        return planted > 5 * plain
+
+    def lost(row):
+        return compared(row_of(row), row_of("fp16"))[0]
+    q8_0, mixed, fp8 = (SERVED[name] for name in (
+        "q8_0, rotated", "q8_0 keys, q4_0 values, both rotated", "fp8"))
+    keys, of_values = (f"{FORMATS} --scheme {k} --v-scheme {v}" for k, v in (("nvfp4", "fp16"), ("fp16", "nvfp4")))
+    return {
+        "If you run Qwen2 or Qwen2.5, look for a [bias in the keys](#a-bias-in-the-keys) first.": [
+            all(map(suffers, ("q4_0, rotated", "quanto, MLX: 4 bits", "int8_per_token_head"))),
+            not suffers("KIVI, 4 bits")],
+        "Start with 8 bits": [abs(lost(q8_0)) < 0.001, lost(fp8) < 0.01],
+        "If that is too large, take 4 bits for the values.": [
+            less(mixed, Q4_0), less(mixed + LONGER, Q4_0 + LONGER), less(of_values, keys), lost(mixed) < 0.01],
+        "If both must have 4 bits": [less(KIVI4, Q4_0, SERVED["q4_0"]), less(KIVI4, NVFP4)]}
+
+
+OF_PAGE = {"README.md": readme, "results.md": results, "crossing.md": crossing, "serving.md": serving}
 
 
 def wrong_in(name, text):
