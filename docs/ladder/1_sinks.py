@@ -3,11 +3,11 @@
     python docs/ladder/1_sinks.py            in the repository's folder; some seconds on a CPU
     python -m pdb docs/ladder/1_sinks.py     then `b 72, self.method is pfn` and `c`: `pfn` gets a text
 
-In every layer a language model computes a key and a value of each token, and keeps them for later tokens to attend to:
-the KV cache. With 2 bits for a number, the worst error is that of a sink, a token to which all others attend where they
-have nothing to look up: its value is nearly 0, but no level of the grid that all tokens share is. PFN keeps the first
-tokens in 16 bits, RTN none, KVSink the sinks, found by one huge number. That is one way out: with `/ 4` for `/ 3` in
-`grid`, a level lies near 0, and RTN gets 9.50. In 2_window.py a text grows. In tinykv/methods/: kvsink.py, pfn.py.
+In every layer, a language model computes a key and a value for each token and stores them for later tokens to attend
+to: the KV cache. At 2 bits a number, the worst error is that of a sink, a token that others attend to when they have
+nothing to look up. Its value is nearly 0, but no level of the grid that all tokens share is. RTN keeps no token in 16
+bits, PFN the first ones, and KVSink the sinks, which it finds by one huge number. There are other ways out: with `/ 4`
+for `/ 3` in `grid`, a level is near 0, and RTN gets 9.50. The same in the package: tinykv/methods/kvsink.py, pfn.py.
 Shapes: B texts, T tokens each, Hkv heads of keys and values, d channels (the numbers of a row: a head's key or value).
 """
 import sys

@@ -3,17 +3,17 @@
     python docs/ladder/2_window.py           in the repository's folder; some seconds on a CPU
     diff docs/ladder/1_sinks.py docs/ladder/2_window.py           the same in the package: tinykv/methods/kivi.py
 
-A few channels of the keys are large in all tokens, so each channel has a grid of its own; values have no such channels,
-so each token has one. That is why no sink is kept here: in layer 3 the value of the first token, of norm 0.50, is read
-as one of 0.57, where the grid of 1_sinks.py, which all tokens share, makes it 13. A channel's grid needs many tokens,
-so the newest ones wait in 16 bits until they fill a block. Waiting helps by itself, as the newest tokens get most of
-the attention.
+A few channels of the keys are large in all tokens, so each channel gets its own grid. Values have no such channels, so
+each token gets its own. That is why no sink is kept here: in layer 3, the first token's value has norm 0.50. It is read
+back with norm 0.57, but with norm 13 in 1_sinks.py, where all tokens share a grid. A channel's grid needs many tokens,
+so the newest ones wait in 16 bits until they fill a block. Waiting helps by itself, because the newest tokens get most
+of the attention.
 
-So besides Keep and Code there is a third question, When: how many tokens stay in 16 bits for now (`recent`), and how
-many are quantized at a time (`block`)? A text that a model writes comes token by token, and attention comes first: a
-new token reads itself and the recent ones in 16 bits, and then the oldest of these are quantized. The grids are made
-from the block itself, so there is no calibration, but a grid's 32 bits are stored: for blocks of 128, 0.25 bit for each
-number of a key, and 1 bit for each of a value's 32. The table varies `recent` and `block`: with 32 and 128, perplexity
+So there is a third question besides Keep and Code: When? How many tokens stay in 16 bits for now (`recent`), and how
+many are quantized at a time (`block`)? A model writes a text token by token, and attention comes first: a new token
+reads itself and the recent ones in 16 bits, and then the oldest of these are quantized. The grids are made from the
+block itself, so nothing is calibrated. But a grid's 32 bits are stored: with blocks of 128, they take 0.25 bit for each
+number of a key, and 1 bit for each of a value's 32. The table varies `recent` and `block`. With 32 and 128, perplexity
 is 8.35; with a 16-bit cache it is 8.18. No token is kept for good here; 3_pool.py keeps some.
 
 Shapes: B texts; T new tokens, S in all; Hkv heads of keys and values, d channels.

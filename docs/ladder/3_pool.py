@@ -6,9 +6,9 @@
 In a channel where all other keys are large, a key near 0 widens the grid for the whole block. Such a key is small in
 all of its channels, so the sum of their magnitudes finds it. Each head keeps a pool of the smallest keys so far, with
 their values: they stay in 16 bits, and grids are made without them.
-A block about to be quantized competes with the pool, which has few places, as each costs 16 bits a number. A token that
-is driven out still stays in 16 bits, as its block's grid was made without it: OTT has 32 places for these, 18 suffice.
-Pools of no token (KIVI), of one and of OTT's three are alike here; on SmolLM2, three save 0.247 nats (docs/results.md).
+A block about to be quantized competes with the pool for its few places, each of which costs 16 bits a number. A token
+that is driven out also stays in 16 bits, because its block's grid was made without it. OTT has 32 such places; 18 would
+do here. Pools of no token (KIVI), one or three (OTT) lose alike; on SmolLM2, three save 0.247 nats (docs/results.md).
 
 Shapes: B texts; T new tokens, S in all, C of them no longer recent; Hkv heads of keys and values, d channels.
 """

@@ -3,10 +3,10 @@
     python docs/ladder/4_groups.py           in the repository's folder; some seconds on a CPU
     diff docs/ladder/2_window.py docs/ladder/4_groups.py          the same in the package: tinykv/methods/skvq.py
 
-The same channels are large in every token; a grid as wide as they need is too coarse for others. So channels of similar
-range form a group, with a grid in each token. Few numbers lie near a range's ends: clipping them makes finer steps.
-The first tokens and the newest get most of the attention: they stay in 16 bits. Row by row, perplexity is 8.76, 8.60,
-8.38, 8.43, 8.50 and 8.23, where a text grows (16 bits: 8.18). First tokens gain nothing here; on SmolLM2, 0.125 nats.
+The same channels are large in every token, and a grid as wide as they need is too coarse for the others. So channels
+of similar range form a group, which has its own grid in each token. Few numbers are near a range's ends: clipping them
+makes finer steps. The first tokens and the newest get most of the attention, so they stay in 16 bits. Perplexity by row
+(16 bits: 8.18): 8.76, 8.60, 8.38, 8.43, 8.50, 8.23. First tokens gain nothing here; on SmolLM2, 0.125 nats.
 
 Shapes: B texts; T new tokens, S in all; Hkv heads of d channels, in a row of C = Hkv * d channels; n groups of these.
 """

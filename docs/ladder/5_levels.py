@@ -3,11 +3,11 @@
     python docs/ladder/5_levels.py           in the repository's folder; some seconds on a CPU
     diff docs/ladder/1_sinks.py docs/ladder/5_levels.py           the same in the package: tinykv/methods/kvquant.py
 
-Most numbers lie near the middle of their range, so four levels at equal distances are too coarse there: k-means places
-them where the numbers are, and where an error costs most. A few numbers lie far outside and would stretch the range of
-all others: these outliers, 1 in 32 here, where a row has 32 numbers (in the paper 1 in 100), are stored apart, in 32
-bits. Row by row, perplexity is 9.14, 8.54, 8.50, 8.27 and 8.30 (16 bits: 8.18): a kept first token gains nothing. Left
-out are Q-Norm, other widths than 2 bits, a text that grows, and the floor under the range of a constant channel.
+Most numbers are near the middle of their range, so four levels at equal distances are too coarse there. K-means places
+them where the numbers are, and where an error costs most. A few numbers are far outside and would stretch the range of
+all others. These outliers are stored apart, in 32 bits: 1 in 32 here, because a row has 32 numbers (the paper: 1 in
+100). Perplexity by row (16 bits: 8.18): 9.14, 8.54, 8.50, 8.27 and 8.30. A kept first token gains nothing. This page
+leaves out Q-Norm, widths other than 2 bits, a text that grows, and the floor under the range of a constant channel.
 Shapes: B texts, T tokens each; Hkv heads of d channels, in a row of C = Hkv * d channels.
 """
 import sys

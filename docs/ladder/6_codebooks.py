@@ -3,12 +3,12 @@
     python docs/ladder/6_codebooks.py        in the repository's folder; less than a minute on a CPU
     diff docs/ladder/1_sinks.py docs/ladder/6_codebooks.py     the same in the package: tinykv/methods/cq.py, antkv.py
 
-Neighbouring channels depend on each other, so not all combinations of their numbers occur. CQ rounds n channels at once
-to the nearest of 2**n vectors, its codebook, which k-means puts where such combinations are and errors cost most; that
-is still 1 bit for each number. AnTKV keeps the 1% of the tokens whose error would change attention's output most.
-It prints CQ with 1, 2, 4 and 8 channels for a code, all at 1 bit (8 channels: about 8.51), and then AnTKV (8.39). Left
-out are other bits (as of 256 vectors of 4 channels), a text that grows, with AnTKV's 32 newest tokens, scores in tiles,
-and a draw: of more vectors than k-means needs the package takes 64 for each of the 2**n, which moves the first three.
+Neighbouring channels depend on each other, so not all combinations of their numbers occur. CQ rounds n channels
+together to the nearest of 2**n vectors, its codebook: still 1 bit a number. K-means puts the vectors where combinations
+occur and where errors cost most. AnTKV keeps the 1% of the tokens whose error would change attention's output most.
+This page prints CQ with 1, 2, 4 and 8 channels a code, all at 1 bit (8 channels: about 8.51), then AnTKV (8.39). It
+leaves out other bits, a text that grows (with AnTKV's 32 newest tokens), scores in tiles, and a draw: if there are more
+vectors than k-means needs, the package draws 64 for each of the 2**n, which changes the first three figures.
 Shapes: B texts, T tokens each; H query heads, Hkv heads of keys and values, d channels; slots = Hkv * d/n codebooks.
 """
 import math

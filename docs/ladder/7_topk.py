@@ -1,21 +1,21 @@
-"""Triton on one page: the first kernels, and KVSink's sinks by one. To be read before 8_kernel.py.
+"""Triton on one page: first kernels, one of which finds KVSink's sinks. Read this page before 8_kernel.py.
 
     python docs/ladder/7_topk.py             in the repository's folder; some seconds on a CPU
     python -m pdb docs/ladder/7_topk.py      then `b topk_kernel` and `c`: without a GPU a kernel can be stepped through
     kernels.py                               the same in the package
 
-A GPU does a thousand things at once, and each torch operation is one launch of it that reads its input from memory and
-writes its output there. A kernel of one's own reads once, does all that is to be done, and writes the result. Here one
+A GPU does thousands of things at the same time. Each torch operation is one launch, which reads its input from memory
+and writes its output there. A kernel of your own reads once, does everything, and writes the result. The last one here
 finds the tokens that `kvsink` of 1_sinks.py keeps: those with the largest number in one channel.
 
 A kernel is a function, and a program is one run of it. `kernel[4, 2](...)` starts eight programs, in any order and many
-at the same time. All get the same arguments; by tl.program_id(0), from 0 to 3, and tl.program_id(1), 0 or 1, a program
-knows which part of the work is its own. A tensor arrives as a pointer: the place of its first number in memory. There
+at the same time. All get the same arguments. tl.program_id(0), from 0 to 3, and tl.program_id(1), 0 or 1, tell a
+program which part of the work is its own. A tensor arrives as a pointer: the place of its first number in memory. There
 are no shapes and no indices; `pointer + 5` is the place of the number five further on.
 
-A program works on blocks. tl.arange(0, N) are the N numbers 0, 1, .. N - 1, where N is a power of two that is known
-before (tl.constexpr). So pointer + tl.arange(0, N) are N places; tl.load reads all N, tl.store writes them. As a text
-rarely ends where a block does, a mask, N times True or False, says which places exist.
+A program works on blocks. tl.arange(0, N) is the N numbers 0, 1, .. N - 1, and N is a power of two that is known when
+the kernel is compiled (tl.constexpr). So pointer + tl.arange(0, N) is N places; tl.load reads all N, tl.store writes
+them. A text rarely ends where a block does, so a mask, N times True or False, says which places exist.
 
 Shapes: B texts, T tokens each, D channels of a layer's output; K tokens are looked for, by programs of N tokens.
 """

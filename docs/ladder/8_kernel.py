@@ -1,11 +1,11 @@
-"""Attention in a kernel, on one page: 2-bit codes are read, and no decoded row is ever written. Read 7_topk.py before.
+"""Attention in a kernel, on one page: it reads 2-bit codes and never writes a decoded row. Read 7_topk.py first.
 
     python docs/ladder/8_kernel.py           some seconds on a CPU.   The same in the package, and faster: kernels.py
 
-For a new token a model reads its whole cache and does little with each number, so it waits for memory. 2_window.py
-writes decoded rows, and reads them again; here a code is loaded, decoded and multiplied in a GPU's registers.
-Softmax can be split: with s = x log2(e), the output is sum(2**s V) / sum(2**s), added up piece by piece. Lest 2**s
-overflows, both are relative to 2**top, `top` being the largest score so far: when a larger one comes, the sums fade.
+For each new token, a model reads its whole cache and does little with each number, so it waits for memory. 2_window.py
+writes decoded rows and reads them again; here a code is loaded, decoded and multiplied in a GPU's registers. Softmax
+can be split: with s = x log2(e), the output is sum(2**s V) / sum(2**s), added up piece by piece. To keep 2**s from
+overflowing, both are relative to 2**top, and `top` is the largest score so far: if a larger one comes, the sums shrink.
 Shapes: one text of S tokens, C of them in codes; H query heads, Hkv heads of keys and values, R = H / Hkv; d channels.
 """
 import math

@@ -3,13 +3,13 @@
     python docs/ladder/9_prefix.py           in the repository's folder; less than a minute on a CPU
     diff docs/ladder/1_sinks.py docs/ladder/9_prefix.py           the same in the package: tinykv/methods/intactkv.py
 
-Here the cache has 16 bits, and the weights have 3. All tokens attend to the first one, `<s>`, so a wrong key and value
-there are an error in every output; the full-precision model computes the right ones once, as no text comes before, and
-every cache of the rounded model begins with them: a prefix. It can also be trained, here 256 numbers on 128 texts, to
-make up for errors elsewhere; but it cannot do much against those of 184,000 rounded weights.
+Here the cache has 16 bits, and the weights have 3. All tokens attend to the first one, `<s>`, so a wrong key or value
+there is an error in every output. The full-precision model can compute the right ones once, because no text comes
+before, and every cache of the rounded model begins with them: a prefix. The prefix can also be trained to make up for
+errors elsewhere. But its 256 numbers, trained on 128 texts, can do little against those of 184,000 rounded weights.
 
-It prints how far the rounded model's layers are from the other's, and perplexity. Rounding raises it from 8.178 to
-9.688, the exact prefix lowers it to 9.492, the trained one to 9.487. It recovers an eighth; training adds little.
+The page prints how far the rounded model's layers are from the other's, and perplexity. Rounding raises it from 8.178
+to 9.688, the exact prefix lowers it to 9.492, the trained one to 9.487. It recovers an eighth; training adds little.
 
 Shapes: B texts, T tokens each, n of the prefix, L layers, Hkv heads of keys and values, d channels, D of an output.
 """
