@@ -4,13 +4,17 @@
     python docs/programs/decoders.py
 
 A model here is small and random, and made by its config. A method works on it if the model's logits through a
-MethodCache are those through transformers' own cache: within what 16 bits round for fp16, and near them for kivi at 8
+MethodCache are those of one forward without a cache: within what 16 bits round for fp16, and near them for kivi at 8
 bits. tests/lab/test_decoder.py asks the same.
 """
+import sys
+from pathlib import Path
+
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from tinykv import UserError
 from tinykv.lab import cli
 from tinykv.lab.decoder import NAME, Decoder, config_of
@@ -25,9 +29,13 @@ SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_
 # model: (class of its config, settings beside SMALL)
 ZOO = {
     "Llama 2, 3": ("LlamaConfig", {}),
+    "Mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "Qwen2": ("Qwen2Config", {"num_key_value_heads": 4}),
     "Qwen3": ("Qwen3Config", {"head_dim": 16}),
     "Qwen3-MoE": ("Qwen3MoeConfig", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
                                      "moe_intermediate_size": 16}),
+    "Qwen3-Next": ("Qwen3NextConfig", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+                                       "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}),
     "Qwen3.5": ("Qwen3_5TextConfig", {"head_dim": 16, "num_hidden_layers": 4}),
     "SmolLM3": ("SmolLM3Config", {}),
     "Phi-2": ("PhiConfig", {}),
@@ -45,13 +53,14 @@ ZOO = {
     "Llama 4": ("Llama4TextConfig", {"attention_chunk_size": WINDOW}),
     "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"]}),
     "Falcon": ("FalconConfig", {}),
+    "GPT-2": ("GPT2Config", {}),
     "GPT-NeoX, Pythia": ("GPTNeoXConfig", {}),
     "DeepSeek-V3": ("DeepseekV3Config", {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
                                          "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
                                          "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1,
                                          "topk_group": 1, "num_experts_per_tok": 2}),
 }
-MOST = {"fp16": 0.002, "kivi": 0.05, "kvsink": 0.15}  # errors of a method that works
+MOST = {"fp16": 0.002, "kivi": 0.05, "kvsink": 0.15, "rtn": 0.15}  # errors of a method that works
 CUTS = [0, 60, *range(90, 101)]  # a prompt, a second turn, and then token by token
 
 
@@ -72,19 +81,17 @@ def method_of(name, model, bits=8):
     """A method that quantizes early."""
     settings = {"fp16": {}, "kivi": {"k_bits": bits, "v_bits": bits, "group_size": 4, "recent": 4},
                 "kvsink": {"k_bits": bits, "v_bits": bits, "scheme": "token-dynamic", "block": 4, "emergence_layer": 0,
-                           "outlier_channel": 5}}
+                           "outlier_channel": 5},
+                "rtn": {"k_bits": bits, "v_bits": bits, "scheme": "token-dynamic", "block": 4, "rope": "pre"}}
     return METHODS[name](config_of(model), **settings[name])
 
 
 @torch.no_grad()
 def error(model, cache):
-    """The error of logits through a cache, in deviations of theirs, where transformers' own cache is right."""
+    """The error of logits through a cache, in deviations of those without any."""
     tokens = torch.randint(3, 97, (1, CUTS[-1]), generator=torch.Generator().manual_seed(0))
-    both = []
-    for one in (cache, DynamicCache(config=model.config)):
-        read = [model(input_ids=tokens[:, a:b], **{NAME: one}).logits for a, b in zip(CUTS, CUTS[1:])]
-        both.append(torch.cat(read, dim=1))  # (1, T, vocab)
-    found, right = both
+    read = [model(input_ids=tokens[:, a:b], **{NAME: cache}).logits for a, b in zip(CUTS, CUTS[1:])]
+    found, right = torch.cat(read, dim=1), model(input_ids=tokens, use_cache=False).logits  # (1, T, vocab) both
     return ((found - right).square().mean().sqrt() / right.std()).item()
 
 
@@ -113,7 +120,8 @@ def line(words):
 
 
 def main():
-    head = ["model", "`model_type`", "`fp16`, `kivi`, `ott`, `oscar`", "`kvsink`; what is calibrated", "`eval_ppl.py`"]
+    head = ["model", "`model_type`", "`fp16`, `kivi`, `ott`, `oscar`", "`kvsink`, with keys after RoPE", "all others",
+            "`eval_ppl.py`"]
     print(line(head), line(["---"] * len(head)), sep="\n")
     for name in ZOO:
         print(line([name, *(answers(name) or ["not in this transformers"])]), flush=True)

@@ -4,29 +4,31 @@
     measure(model, METHODS["kivi"](model.config), windows, "stream")
 
 transformers hands a cache keys after RoPE, and values. A method that stores those needs nothing else, so it needs no
-code for a model: not for its RoPE, its norms, its experts, its window. Hidden states, which `kvsink` looks at, come
-from hooks on the layers.
+code for a model: not for its RoPE, its norms, its experts, its windows. Hidden states, which `kvsink` looks at, come
+from hooks on the layers, and logits from the model's own forward.
 """
+import copy
 from contextlib import suppress
 from functools import partial
 from inspect import signature
 
 import torch
-import torch.nn.functional as F
 import transformers
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from tinykv import UserError, first_line
+from tinykv.codecs.base import Codec
 from tinykv.hf.config import Unsupported, checkpoint_folder, parse_config
 from tinykv.hf.tokenizer import load_tokenizer
 from tinykv.identity import PROBED_AT, identity_of, probe
-from tinykv.model import LlamaConfig
+from tinykv.methods.base import Method
+from tinykv.model import Llama, LlamaConfig
 
 NAME = "cache" if "cache" in signature(transformers.LlamaModel.forward).parameters else "past_key_values"  # until 5.23
 
-
-# What a method needs
 
 def check_method(method, why="the model runs through transformers"):
     """UserError for a method that needs more than keys after RoPE, values, and hidden states. why: there is no more."""
@@ -38,7 +40,6 @@ def check_method(method, why="the model runs through transformers"):
 
 
 def looks_at_hidden(method):
-    from tinykv.methods.base import Method  # only now: what reads a folder knows no method
     return type(method).observe is not Method.observe
 
 
@@ -76,46 +77,83 @@ def identity(model):
 
 @torch.no_grad()
 def computed(model):
-    """Of the text of `identity.probe`: keys and values, (1, Hkv, T, d) of each layer that has them, and logits (1, T,
-    vocab). It begins where `identity.identity` begins it, if that can be."""
-    layers, given = layers_of_cache(model), {}
-    cache = DynamicCache(config=model.config) if any(layers) else DynamicCache()  # the former cuts to a window
+    """Of the text of `identity.probe`: each layer's keys and values, (1, Hkv, T, d), and logits (1, T, vocab). It begins
+    where `identity.identity` begins it, if that can be."""
+    windows_of(model)  # or the model needs another cache
+    cache, given = DynamicCache(), {}  # without a config, it cuts to no window
     tokens = probe(model.config.get_text_config(decoder=True).vocab_size).to(model.device)  # (1, T)
     with suppress(Unsupported):
         given["position_ids"] = own_config(model) and PROBED_AT + torch.arange(4, device=model.device)[None]  # (1, T)
     logits = model(input_ids=tokens, use_cache=True, **{NAME: cache}, **given).logits
-    held = [layer for layer, other in zip(cache.layers, layers) if other is None]
-    return [layer.keys.cpu() for layer in held], [layer.values.cpu() for layer in held], logits
+    return [layer.keys.cpu() for layer in cache.layers], [layer.values.cpu() for layer in cache.layers], logits
 
 
-def layers_of_cache(model):
-    """The layers that transformers' cache of a model has: None for those of keys and values; others, such as
-    convolutions, hold a state."""
-    layers = DynamicCache(config=model.config).layers
-    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["attention"] * len(layers)
-    for i, (kind, layer) in enumerate(zip(kinds, layers)):
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and kind not in ("conv", "linear_attention"):
-            layers[i] = None
-        elif isinstance(layer, CacheLayerMixin):  # older releases have one for each layer
-            raise UserError(f"a layer of {model.config.model_type}, {kind}, is cached in {type(layer).__name__} of "
-                            f"transformers {transformers.__version__}; a cache here holds keys and values, and other "
-                            "layers' states only as newer releases have them")
-    return layers
+def windows_of(model):
+    """How many tokens each layer sees, None for all: by the layer types of the model's config. UserError where a layer
+    has anything but keys and values of its own."""
+    text, layers = model.config.get_text_config(decoder=True), DynamicCache(config=model.config).layers
+    kinds = getattr(text, "layer_types", None) or ()
+    others = {kind for kind in kinds if kind not in ("full_attention", "sliding_attention", "chunked_attention")}
+    others |= {type(layer).__name__ for layer in layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)}
+    others |= {"recurrent"} if getattr(model, "_is_stateful", False) else set()
+    others |= {"MLA"} if getattr(text, "kv_lora_rank", None) else set()
+    others |= {"shared"} if len(layers) < text.num_hidden_layers else set()
+    if others:
+        raise UserError(f"{text.model_type} has layers with something else than keys and values of their own "
+                        f"({', '.join(sorted(others))}); a cache here holds nothing else")
+    return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def layers_of(model):
-    """The modules whose outputs are hidden states. UserError where they are not found, or not all have attention."""
-    of_cache = layers_of_cache(model)
-    lists = [m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == len(of_cache)]
-    if any(of_cache) or not lists:
-        raise UserError(f"hidden states are not found in a {model.config.model_type}, or some of its layers have no "
-                        "attention; methods that need neither them nor calibration work: fp16, kivi, ott, oscar")
-    return lists[0]
+    """The modules whose outputs are hidden states."""
+    n = len(windows_of(model))
+    return next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == n)
 
 
 def hidden_of(output):
     """A layer's output (B, T, D), of what it returns."""
     return output[0] if isinstance(output, tuple) else output
+
+
+# Codes of a sliding layer
+
+class Windowed(Codec):
+    """A layer's codec where a query sees only the last `window` tokens. Older codes go; `decode` gives zeros in their
+    place, which the model's mask hides."""
+
+    def __init__(self, codec, window):
+        self.codec, self.window = codec, window
+        self.bits, self.tokens_per_group = codec.bits, codec.tokens_per_group
+
+    def encode(self, x, ignore=None):
+        return Held(self.codec.encode(x, ignore), x.shape[2])
+
+    def decode(self, held):
+        return pad(self.codec.decode(held.codes), (0, 0, held.gone, 0))  # (B, Hkv, n, d)
+
+    def drop(self, held, begin):
+        """Drop the codes of the tokens before `begin`, in whole groups."""
+        G, n = self.tokens_per_group, held.n - held.gone  # tokens whose codes are there
+        cut = min(begin - held.gone, n) // G * G
+        sizes = {x.shape[2] for x in vars(held.codes).values()}
+        if cut > 0 and sizes <= {n, -(-n // G)}:  # not where codes are sparse
+            parts = {name: x[:, :, cut if x.shape[2] == n else cut // G:] for name, x in vars(held.codes).items()}
+            held.codes = type(held.codes)(**{name: x.clone() for name, x in parts.items()})
+            held.gone += cut
+
+
+class Held:
+    """Codes of n tokens, without those of the first `gone`."""
+
+    def __init__(self, codes, n, gone=0):
+        self.codes, self.n, self.gone = codes, n, gone
+
+    def followed_by(self, other):
+        return Held(self.codes.followed_by(other.codes), self.n + other.n, self.gone)
+
+    @property
+    def nbytes(self):
+        return self.codes.nbytes
 
 
 # Caches of transformers
@@ -132,16 +170,29 @@ class Coded:
 
 
 class Bridge(Cache):
-    """A cache of transformers whose keys and values are held by KVCaches. A sliding layer holds all tokens: the mask,
-    which transformers makes as long as `get_mask_sizes` says, hides the old ones. States of other layers are
-    transformers' own."""
+    """A cache of transformers whose keys and values KVCaches hold. Attention gets all columns, and the mask, which
+    transformers makes as long as `get_mask_sizes` says, hides those outside a layer's window."""
     is_croppable = False  # what `generate` asks: no token can be taken out
     max_cache_len = max_batch_size = -1  # there is none
 
     def __init__(self, model):
-        super().__init__(layers=[layer or Coded() for layer in layers_of_cache(model)])
-        with_attention = [i for i, layer in enumerate(self.layers) if isinstance(layer, Coded)]
-        self.places = {i: n for n, i in enumerate(with_attention)}  # of layers in KVCaches
+        self.windows = windows_of(model)
+        super().__init__(layers=[Coded() for _ in self.windows])
+
+    def begin_text(self, cache):
+        """A KVCache without tokens -> the same, whose sliding layers drop codes. (A score is of all tokens.)"""
+        for layer, window in zip(cache.layers, self.windows):
+            for rows in (layer.keys, layer.values) if window and not cache.method.uses_scores else ():
+                rows.codec = Windowed(rows.codec, window)
+        return cache
+
+    def read(self, cache, i, *new):
+        """New q, k, v of layer i, and how many tokens it has seen -> K and V for attention."""
+        attended, layer = cache.update(i, *new), cache.layers[i]
+        for rows in (layer.keys, layer.values):
+            if hasattr(rows.codes, "gone"):
+                rows.codec.drop(rows.codes, layer.length + 1 - self.windows[i])
+        return attended
 
     def get_mask_sizes(self, query_length, layer_idx):
         if torch.is_tensor(query_length):  # in older releases, the positions of the new tokens
@@ -164,10 +215,12 @@ class OneCache(Bridge):
 
     def __init__(self, model, cache):
         super().__init__(model)
-        self.cache = cache
+        self.is_coded = hasattr(cache, "method")
+        self.cache = self.begin_text(cache) if self.is_coded else cache
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
-        return self.cache.update(self.places[layer_idx], None, keys, values, self.seen)
+        read = partial(self.read, self.cache) if self.is_coded else self.cache.update
+        return read(layer_idx, None, keys, values, self.seen)
 
     def get_seq_length(self, layer_idx=0):
         return self.seen
@@ -182,41 +235,48 @@ class AsGiven:
         return x
 
 
-class Decoder:
+class GivenStates(torch.nn.Module):
+    """In the place of a decoder: its states are given."""
+
+    def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+        output = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        output.cross_attentions = None  # which a GPT-2 reads
+        return output
+
+
+class Head(torch.nn.Module):
+    """What a model makes logits with: its own forward around `GivenStates`, with its scale, bias and cap."""
+
+    def __init__(self, model, decoder):
+        super().__init__()
+        self.around, self.last = copy.copy(model), model.get_output_embeddings()
+        self.around._modules = {name: GivenStates() if part is decoder else part
+                                for name, part in model._modules.items()}
+
+    @property
+    def weight(self):
+        return self.last.weight  # (vocab, D)
+
+    def forward(self, h):
+        """h (..., D) -> logits (..., vocab)."""
+        return self.around(inputs_embeds=h.reshape(1, -1, h.shape[-1])).logits.view(*h.shape[:-1], -1)
+
+
+class Decoder(torch.nn.Module):
     """A causal language model of transformers that answers the calls of `Llama`: a forward through a KVCache, and what
-    `evaluate.measure` and `calibrate` read of a model."""
+    `evaluate.measure`, `calibrate` and lm_eval ask of a model."""
+    generate = Llama.generate
 
     def __init__(self, model):
+        super().__init__()
         self.theirs, self.config, self.rope = model.eval(), config_of(model), AsGiven()
         self.model = {"embed_tokens": model.get_input_embeddings()}
         found = model.base_model
         self.decoder = model.model if found is model else found  # a Llama 4 names it otherwise
-        self.lm_head = self.head()
+        self.lm_head = Head(model, self.decoder)
 
-    @torch.no_grad()
-    def head(self):
-        """A linear layer without bias that makes the model's logits of what a forward gives. UserError if there is
-        none: where logits are capped."""
-        head, tokens = self.theirs.get_output_embeddings(), probe(self.config.vocab_size).to(self.theirs.device)
-        self.has_bias, weight = getattr(head, "bias", None) is not None, head.weight  # (vocab, D)
-        if self.has_bias:  # is a column of the weight, and every state has a 1 at its end
-            weight = torch.cat([weight, head.bias[:, None]], dim=1)  # (vocab, D + 1)
-        logits = self.theirs(tokens).logits.double()  # (1, T, vocab)
-        linear = F.linear(self(tokens, logits=False), weight).double()  # (1, T, vocab)
-        scale = (logits * linear).sum() / linear.square().sum()  # as of a Granite
-        error = (logits - scale * linear).abs().max() / logits.abs().max()
-        is_capped = getattr(self.theirs.config.get_text_config(), "final_logit_softcapping", None)
-        if is_capped or not error <= (1e-4 if weight.dtype == torch.float32 else 2 ** -5):
-            raise UserError(f"{self.config.model_type} caps its logits, or computes them by more than a product with "
-                            "its head; perplexity is measured only on models that do not")
-        if abs(scale - 1) > 1e-3:
-            weight = weight * scale.to(weight.dtype)
-        made = torch.nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-        made.weight = torch.nn.Parameter(weight, requires_grad=False)
-        return made
-
-    def __call__(self, tokens, cache=None, logits=True):
-        """As `Llama.forward`. A state has a 1 at its end where the head has a bias."""
+    def forward(self, tokens, cache=None, logits=True):
+        """As `Llama.forward`."""
         given, hooks = {"use_cache": False}, []
         if cache is not None:
             if getattr(cache, "model", self) is not self:
@@ -226,7 +286,7 @@ class Decoder:
                 cache.bridge = OneCache(self.theirs, cache)
             cache.busy, cache.bridge.seen = True, seen
             given = {"use_cache": True, NAME: cache.bridge}
-            if not hasattr(cache, "method") or looks_at_hidden(cache.method):  # calibration looks at them, too
+            if not cache.bridge.is_coded or looks_at_hidden(cache.method):  # calibration looks at them, too
                 hooks = [layer.register_forward_hook(partial(show, cache, i))
                          for i, layer in enumerate(layers_of(self.theirs))]
         try:
@@ -236,8 +296,6 @@ class Decoder:
                 hook.remove()
         if cache is not None:
             cache.busy = False
-        if self.has_bias:
-            h = F.pad(h, (0, 1), value=1.0)  # (B, T, D + 1)
         return self.lm_head(h) if logits else h
 
     def use_attention(self, word):
@@ -248,25 +306,13 @@ class Decoder:
         """What a table says of it."""
         config = self.config
         return (f"through transformers {transformers.__version__}: {config.model_type}, {config.num_hidden_layers} "
-                f"layers with {config.num_key_value_heads} KV heads of {config.head_dim}; fp16 holds all of their keys "
-                "and values in 16 bits, a sliding layer's, too")
+                f"layers with {config.num_key_value_heads} KV heads of {config.head_dim}; sliding layers hold a window")
 
     def check_method(self, method):
         check_method(method)
-        if looks_at_hidden(method) or method.needs_calibration:
-            layers_of(self.theirs)
 
     def identity(self):
         return identity(self.theirs)
-
-    def parameters(self):
-        return self.theirs.parameters()
-
-    def buffers(self):
-        return ()  # none of them is a weight
-
-    def modules(self):
-        return self.theirs.modules()
 
 
 def show(cache, i, module, inputs, output):
@@ -277,8 +323,9 @@ def load(folder, device="cpu", dtype=torch.float32):
     """A checkpoint folder, or a name on the hub -> (Decoder, Tokenizer)."""
     folder = checkpoint_folder(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+        model = Decoder(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device))
+    except UserError:
+        raise
     except Exception as error:  # of many kinds
         raise UserError(f"transformers cannot read {folder} ({first_line(error)})") from None
-    model = Decoder(model)
     return model, load_tokenizer(folder, model.config)

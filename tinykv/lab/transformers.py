@@ -43,7 +43,8 @@ class MethodCache(Bridge):
                             f"{type(method).__name__}")
         super().__init__(model)
         like, self.is_watched = model_like(model, method)
-        self.model, self.empty = model, KVCache(like, method, protocol, prompt)  # the latter is copied for each text
+        self.model = model
+        self.empty = self.begin_text(KVCache(like, method, protocol, prompt))  # is copied for each text
         self.texts, self.padding = [], []  # KVCaches, and the padding of each text
         self.thread = None  # that of the forward which reads this cache
         self.skip = []  # of each text, how many columns of this forward are padding
@@ -83,23 +84,20 @@ class MethodCache(Bridge):
         for text, row, n in zip(texts, tokens, skip):
             text.expect(row[None, n:])
 
-        # 2. a token's position is its place in its own text
+        # 2. a token's position is its place in its own text. A prefix is not read again
         columns = torch.arange(seen, self.get_seq_length() + tokens.shape[1])  # (T), from now on without a prefix
-        positions = columns - torch.tensor(padding)[:, None]  # (B, T), below 0 in the padding
         if self.is_watched:
-            check_positions(kwargs.get("position_ids"), positions)
+            kwargs["input_ids"] = tokens
+        if kwargs.get("position_ids") is None and "position_ids" in names:
+            positions = columns - torch.tensor(padding)[:, None]  # (B, T), below 0 in the padding
+            kwargs["position_ids"] = positions.clamp(min=0).to(tokens.device)
+        for name in {"input_ids", "position_ids", "cache_position"} & set(kwargs):  # the last in older releases
+            kwargs[name] = None if kwargs[name] is None else kwargs[name][..., -len(columns):]
 
         # 3. the hooks below see what is read from now on
         self.texts, self.padding, self.skip, self.fresh, self.thread = texts, padding, skip, {}, get_ident()
         for text in texts:
             text.busy = True
-        positions = positions.clamp(min=0).to(tokens.device)
-        if self.is_watched:
-            kwargs |= {"input_ids": tokens[:, -len(columns):], "position_ids": positions}
-            if "cache_position" in kwargs:  # in older releases
-                kwargs["cache_position"] = columns.to(tokens.device)
-        elif any(padding) and kwargs.get("position_ids") is None and "position_ids" in names:
-            kwargs["position_ids"] = positions
         return (), kwargs
 
     def end(self, module, inputs, output):
@@ -144,14 +142,15 @@ class MethodCache(Bridge):
         if self.thread != get_ident():
             raise UserError("a MethodCache reads with the model that it was made for, given as past_key_values=cache, "
                             "until `remove`")
-        layer, padded = self.places[layer_idx], []
         q, k = (self.fresh.pop("q"), self.fresh.pop("k")) if self.is_watched else (keys, keys)  # (B, Hkv, T, d)
+        padded = []
         for i, (text, n) in enumerate(zip(self.texts, self.skip)):
             of_text = slice(i, i + 1), slice(None), slice(n, None)
-            seen = text.layers[layer].length
-            if self.is_watched and (seen == text.start or keys.shape[2] > 1):
-                check_keys(text.rope.rotate(k[of_text], seen), keys[of_text], layer)
-            K, V = text.update(layer, q[of_text], k[of_text], values[of_text], seen)  # (1, Hkv, S - padding, d)
+            seen = text.layers[layer_idx].length
+            if self.is_watched:
+                check_keys(text.rope.rotate(k[of_text], seen), keys[of_text], layer_idx)
+            # (1, Hkv, S - padding, d) both
+            K, V = self.read(text, layer_idx, q[of_text], k[of_text], values[of_text], seen)
             padded.append([pad(x, (0, 0, self.padding[i], 0)) for x in (K, V)])
         return tuple(torch.cat(x) for x in zip(*padded))  # (B, Hkv, S, d) both
 
@@ -159,22 +158,19 @@ class MethodCache(Bridge):
         """The columns that the model has read: 0, and not those of a prefix, before a text."""
         if not self.texts:
             return 0
-        start, length = self.texts[0].start, self.texts[0].layers[self.places.get(layer_idx, 0)].length
+        start, length = self.texts[0].start, self.texts[0].layers[layer_idx].length
         return start if length == start else self.padding[0] + length
 
     def reset(self):
         self.empty.reset()  # the model, or the method, may have been edited
+        self.begin_text(self.empty)
         self.texts, self.padding, self.thread = [], [], None
-        self.layers = Bridge(self.model).layers  # those with a state keep its shape when they are reset
 
     def batch_select_indices(self, indices):
         """The texts at `indices` go on. Of one that is named twice, such as a beam, all tokens are copied."""
         chosen = torch.arange(len(self.texts))[torch.as_tensor(indices).cpu()].tolist() if len(indices) else []
         self.texts = [copy.deepcopy(self.texts[i]) if i in chosen[:n] else self.texts[i] for n, i in enumerate(chosen)]
         self.padding = [self.padding[i] for i in chosen]
-        for i, layer in enumerate(self.layers):
-            if i not in self.places:
-                layer.reorder_cache(torch.as_tensor(chosen))
 
     reorder_cache = batch_select_indices
 
@@ -196,7 +192,6 @@ class MethodCache(Bridge):
         """A cache that goes on by itself from the same tokens, of the same model and method."""
         new = MethodCache(self.model, self.empty.method, self.empty.protocol, self.empty.prompt)
         new.texts, new.padding = copy.deepcopy(self.texts, memo), list(self.padding)
-        new.layers = copy.deepcopy(self.layers, memo)
         return new
 
     def __reduce_ex__(self, protocol):
@@ -237,22 +232,13 @@ def padding_of(mask, B, S):
     return (S - mask.bool().sum(1)).tolist()
 
 
-def check_positions(given, expected):
-    """given: position_ids (B, T), or more columns, or None. expected (B, T), below 0 in the padding."""
-    if given is not None:
-        given = given[:, -expected.shape[1]:].cpu()  # (B, T)
-        if given.shape[1] != expected.shape[1] or not ((expected < 0) | (given == expected)).all():
-            raise UserError("the position_ids do not go on from the tokens that the cache holds; leave them out, and "
-                            "`reset` the cache before another text")
-
-
 def check_keys(own, keys, layer):
     """Keys of this project and of the model, (1, Hkv, T, d) both: the same but for what 16 bits round."""
     error = (own - keys).abs().max()
     if not error <= 2 ** -6 * keys.abs().max():
-        raise UserError(f"layer {layer} computes other keys than the model's config says; make the cache after the "
-                        "last change to the model, do not edit RoPE, and set the dtype in from_pretrained (model.to "
-                        "rounds RoPE, too)")
+        raise UserError(f"layer {layer} computes other keys than the model's config says at these positions; leave out "
+                        "position_ids, make the cache after the last change to the model, do not edit RoPE, and set the "
+                        "dtype in from_pretrained (model.to rounds RoPE, too)")
 
 
 # What a KVCache asks of a model

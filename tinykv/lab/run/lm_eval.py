@@ -40,11 +40,12 @@ class TinyKV(TemplateLM):
 
         # model, tokenizer and method of these flags, calibrated as the command does it
         self.tokenizer = args.tokenizer
-        entries, _ = build_entries(args, args.config, args.tokenizer)
+        _, check = flags.cache_class_of(args)
+        entries, _ = build_entries(args, args.config, args.tokenizer, check)
         *others, entry = entries.values()  # fp16 comes first
         if any((other.name, bool(other.weights)) == (entry.name, bool(entry.weights)) for other in others):
             raise UserError(f"model_args make several rows: {', '.join(entries)}; give one value of each setting")
-        model = hf.load_model(args.model, args.devices, args.dtype)
+        model = args.loaded[0] if args.loaded else hf.load_model(args.model, args.devices, args.dtype)
         models = calibrate_all(args, model, {entry.title: entry})
         if entry.error is not None:
             raise entry.error
