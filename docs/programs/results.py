@@ -328,11 +328,11 @@ def witness(tokens):
 
 def shape_of(*rows):
     """Draws and windows over which rows are compared: those of both. A row that was measured once is the same in every
-    draw. UserError for rows of different windows."""
+    draw, unless it says that it is of one draw, the first. UserError for rows of different windows."""
     W = min(len(row["nll"][0]) for row in rows)
     if len({row.get("windows", "")[:4 * W] for row in rows}) > 1:
         raise UserError("these rows read different windows, so their losses are no pairs")
-    draws = [len(row["nll"]) for row in rows if len(row["nll"]) > 1]
+    draws = [len(row["nll"]) for row in rows if len(row["nll"]) > 1 or row.get("draws") == 1]
     return min(draws, default=1), W
 
 
