@@ -264,7 +264,7 @@ def read_with_another(tmp_path):
 
 
 @pytest.mark.parametrize("word, use", [
-    ("keys before RoPE, which are not to be had .*gemma3_text.*; what works: fp16, kivi", refuse_kvquant),
+    ("keys before RoPE, which cannot be had here .*gemma3_text.*; what works: fp16, kivi", refuse_kvquant),
     ("kvpress", press),
     ("model that it was made for", read_a_copy),
     ("made for another model", read_with_another),

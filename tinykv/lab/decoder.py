@@ -35,7 +35,7 @@ def check_method(method, why="the model runs through transformers"):
     needs = ("keys before RoPE" if method.rope == "pre" else "queries" if method.uses_scores
              else "a prefix" if method.prefix is not None else None)
     if needs:
-        raise UserError(f"{method!r} needs {needs}, which are not to be had ({why}); what works: fp16, kivi, ott, "
+        raise UserError(f"{method!r} needs {needs}, which cannot be had here ({why}); what works: fp16, kivi, ott, "
                         "oscar, and methods with scheme='token-dynamic', or whose keys are stored with rope='post'")
 
 
