@@ -1,4 +1,4 @@
-"""Controls: as many tokens are kept as `kvsink --threshold` or AnTKV keeps, but others."""
+"""Controls: they keep as many tokens as `kvsink --threshold` or AnTKV, but other ones."""
 import torch
 
 from tinykv.methods.antkv import AnTKV

@@ -1,4 +1,4 @@
-"""Facts in a text that are asked for at its end: what of a long text a method still finds.
+"""Facts in a long text that are asked for at its end: how many of them does a method still find?
 
     python docs/programs/needles.py --model path/to/SmolLM2 --text wikitext2-test.txt --out needles.txt
     python eval_ppl.py --model path/to/SmolLM2 --data needles.txt --context 384 --windows 20
@@ -7,7 +7,7 @@
 
 Every window is a piece of the text's first half with facts strewn among its sentences, "The secret number of Oslo is
 482.", as many in each fifth of its length, and ends with the same ones in another order, their numbers marked as
-answers. The first command writes such windows, for the column `answers`, and behind them as much of the text's second
+answers. The first command writes such windows, for the column `answers`, and after them as much of the text's second
 half, to calibrate on.
 The third one measures answers by length and depth, and keeps them in docs/needles.json; the last one draws them.
 """

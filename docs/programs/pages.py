@@ -3,10 +3,11 @@
     python docs/programs/pages.py            write them
     python docs/programs/pages.py --check    only check
 
-A page is plain Markdown. To add a figure that data have, write the sentence, and a few of its words to sentences.py,
-with the figure as an expression: f"lowers the loss by {less(pfn, rtn)} relative". It is written anew when data change.
-What README, results.md and crossing.md print in bold is a conclusion: conclusions.py has its predicates.
-A table of docs/results.json stands between `<!-- written: NAME -->` and `<!-- end -->`. To add a claim, write the first
+A page is plain Markdown. To add a figure that data have, write the sentence, and add a few of its words to
+sentences.py, with the figure as an expression: f"lowers the loss by {less(pfn, rtn)} relative". This program updates
+it when data change.
+What README, results.md, crossing.md and serving.md print in bold is a conclusion: conclusions.py has its predicates.
+A table of docs/results.json is between `<!-- written: NAME -->` and `<!-- end -->`. To add a claim, write the first
 two cells of its line; to add a row, the first. tables.py fills the others. Examples (>>>) and outputs of commands are
 tests; any other figure is compared with its source by whoever writes it, and the commit says with what.
 """

@@ -5,9 +5,9 @@
     python docs/programs/paper.py KVSink "Table 2" --only 8B --only c4              print the commands of some cells
     python docs/programs/paper.py AnTKV "Table 1" --try                             try them on the embedded model
 
-docs/paper_tables.json has the papers' numbers, and the flags that come closest to what each paper says it did. What it
-leaves open, what is known to differ here, and its own slips stand below the table. Compare the row of 16 bits first: it
-has no method in it. A number is a perplexity, or the mean of the tasks' accuracies by lm_eval, in per cent.
+docs/paper_tables.json has the papers' numbers, and the flags that come closest to what each paper says it did. Below
+the table is what the paper leaves open, what is known to differ here, and the paper's own slips. Compare the row of 16
+bits first: it has no method in it. A number is a perplexity, or the mean of the tasks' accuracies by lm_eval, in per cent.
 """
 import json
 import re
