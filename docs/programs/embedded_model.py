@@ -4,7 +4,8 @@
     python -m tinykv.lab.analysis sinks outliers norms --model DIR   where its sinks are
 
 A LLaMA of 250,000 parameters learns the stories of `data/stories.py` in 4,750 steps, a quarter of an hour on one CPU
-core. On one machine the same command gives the same bits, even if it was stopped and went on. It made the shipped weights.
+core. On one machine the same command gives the same bits, even if it was stopped and went on.
+It made the shipped weights.
 
 The loss is the cross-entropy of the next token, where answers and what refrains ask for weigh more. It says nothing
 about attention, keys, values or hidden states. Sinks come because most heads are needed at few tokens only

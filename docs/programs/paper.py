@@ -7,7 +7,8 @@
 
 docs/paper_tables.json has the papers' numbers, and the flags that come closest to what each paper says it did. Below
 the table is what the paper leaves open, what is known to differ here, and the paper's own slips. Compare the row of 16
-bits first: it has no method in it. A number is a perplexity, or the mean of the tasks' accuracies by lm_eval, in per cent.
+bits first: it has no method in it. A number is a perplexity, or the mean of the tasks' accuracies by lm_eval,
+in per cent.
 """
 import json
 import re

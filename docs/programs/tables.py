@@ -1,9 +1,9 @@
 """What the tables of the pages say of docs/results.json. pages.py writes them.
 
 A claim is a difference between two rows in nats a token; a negative one means that the first row loses less. Its rule:
-the losses differ if p < .01; if not, the KL divergences decide by the same rule. If neither differs, there is no difference
-("none") if p of the loss is above .05 and its 95% interval lies within MARGIN on either side of 0, else the claim is
-open: with a wider interval, these windows might have missed a difference with which a paper argues.
+the losses differ if p < .01; if not, the KL divergences decide by the same rule. If neither differs, there is no
+difference ("none") if p of the loss is above .05 and its 95% interval lies within MARGIN on either side of 0. Otherwise
+the claim is open: these windows might have missed a difference with which a paper argues.
 """
 import re
 from functools import cache, partial

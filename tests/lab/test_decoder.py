@@ -271,7 +271,8 @@ def read_with_another(tmp_path):
     ("several shapes", lambda tmp_path: config_of(made("Gemma 4"))),
     ("deepseek_v3 has layers with something else .*MLA", lambda tmp_path: config_of(made("DeepSeek-V3"))),
     *((f"{name} has layers with something else than keys and values of their own", lambda tmp_path, zoo=zoo:
-       config_of(made(zoo))) for name, zoo in (("qwen3_next", "Qwen3-Next"), ("lfm2", "LFM2"), ("qwen3_5_text", "Qwen3.5")))])
+       config_of(made(zoo)))
+      for name, zoo in (("qwen3_next", "Qwen3-Next"), ("lfm2", "LFM2"), ("qwen3_5_text", "Qwen3.5")))])
 def test_what_it_cannot_do_is_refused_in_one_line(word, use, tmp_path):
     with pytest.raises(UserError, match=word) as error:
         use(tmp_path)

@@ -77,8 +77,8 @@ def identity(model):
 
 @torch.no_grad()
 def computed(model):
-    """Of the text of `identity.probe`: each layer's keys and values, (1, Hkv, T, d), and logits (1, T, vocab). It begins
-    where `identity.identity` begins it, if that can be."""
+    """What a model computes from the text of `identity.probe`: each layer's keys and values, (1, Hkv, T, d), and logits
+    (1, T, vocab). The text begins where `identity.identity` begins it, if that can be."""
     windows_of(model)  # or the model needs another cache
     cache, given = DynamicCache(), {}  # without a config, it cuts to no window
     tokens = probe(model.config.get_text_config(decoder=True).vocab_size).to(model.device)  # (1, T)

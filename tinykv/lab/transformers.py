@@ -237,8 +237,8 @@ def check_keys(own, keys, layer):
     error = (own - keys).abs().max()
     if not error <= 2 ** -6 * keys.abs().max():
         raise UserError(f"layer {layer} computes other keys than the model's config says at these positions; leave out "
-                        "position_ids, make the cache after the last change to the model, do not edit RoPE, and set the "
-                        "dtype in from_pretrained (model.to rounds RoPE, too)")
+                        "position_ids, make the cache after the last change to the model, do not edit RoPE, and set "
+                        "the dtype in from_pretrained (model.to rounds RoPE, too)")
 
 
 # What a KVCache asks of a model
