@@ -32,7 +32,6 @@ from tinykv.calibrate import calibrate  # noqa: E402
 from tinykv.evaluate import measure  # noqa: E402
 from tinykv.lab import plots  # noqa: E402
 from tinykv.lab.data import Windows, load_windows  # noqa: E402
-from tinykv.lab.data.windows import MOST, encode_documents, read_documents, spread  # noqa: E402
 from tinykv.lab.differences import paired  # noqa: E402
 from tinykv.lab.run import flags  # noqa: E402
 from tinykv.lab.run.calibration import calibrate_all  # noqa: E402
@@ -116,8 +115,8 @@ CQ, ANTKV = (f"{name} --bits 2 --recent 0 --calib-windows 16" for name in ("cq",
 OTHER_TEXT = " --calib-data pydoc.txt"  # Python's reference in English; of Python 3.11.7
 # what begins the name of a row that another program measures: train_intact.py, key_bias.py
 OWN, PREFIX, PLANTED = "QuantizedCache: ", "prefix of 46 tokens, rtn-3: ", "key bias "
-# the same of two windows of 4,096 as they are, and cut 2,048 tokens later: {FROM + start + ": " + row}
-FROM, STARTS, PAIRS = "from token ", (0, 2048), 2
+# and what was measured once: two windows of 4,096 as they are, and cut 2,048 tokens later
+FROM, STARTS = "from token ", (0, 2048)
 # key_bias.py: {label: row}, and {size of a planted bias: the labels that are measured}
 NOT_SERVED = {"int8_per_token_head": f"{FORMATS} --scheme int8_per_token_head",
               "OTT, 4 bits": "ott --bits 4 --group-size 64",
@@ -258,33 +257,26 @@ def measure_long(loaded, text, data):
             lacking = [named(row, "SmolLM2") for row in pairs if i < pairs[row] and n_measured(row, where, data) == i]
             if lacking:
                 measure_pair(loaded, text, where, i, lacking, data)
-    for start in STARTS:
-        for i in range(n_measured(FIVE, "--context 4096", data, start), PAIRS):
-            measure_pair(loaded, text, "--context 4096", i, [FIVE, MARKED], data, start)
 
 
-def measure_pair(loaded, text, where, i, rows, data, start=None):
-    """Measure rows in window i with the tables of draw i. where: the flags of the windows. start: see `at`."""
+def measure_pair(loaded, text, where, i, rows, data):
+    """Measure rows in window i with the tables of draw i. where: the flags of the windows."""
     model, tokenizer = loaded
     model.use_attention("fused")
     args = flags.parse(["--data", text, *where.split()], ["fp16"])
     windows = load_windows(args.data, tokenizer, args.context, i + 1)
     window = Windows(windows.tokens[i:], windows.answers[i:], args.prompt or 1)
-    if start is not None:
-        ids, _ = encode_documents(read_documents(text, "test", 0)[1], tokenizer, MOST)
-        begin = spread(len(ids) // args.context)[i] * args.context + start
-        window = Windows(torch.tensor([[tokenizer.bos_id, *ids[begin + 1:begin + args.context]]]), [[]])
     methods = calibrate_pair(loaded, args.data, rows, i)
     exact = measure(model, METHODS["fp16"](model.config), window)
-    if n_measured("fp16", where, data, start) == i:
-        add_pair("fp16", where, exact, exact, data, start)
+    if n_measured("fp16", where, data) == i:
+        add_pair("fp16", where, exact, exact, data)
     for row in rows:
-        add_pair(row, where, measure(model, methods[row], window, fp16=exact, prompt=args.prompt), exact, data, start)
+        add_pair(row, where, measure(model, methods[row], window, fp16=exact, prompt=args.prompt), exact, data)
 
 
-def n_measured(row, where, data, start=None):
+def n_measured(row, where, data):
     """In how many pairs a row was measured."""
-    found = data["SmolLM2"].get(at(row, where, start))
+    found = data["SmolLM2"].get(at(row, where))
     return len(found["nll"][0]) if found else 0
 
 
@@ -303,11 +295,11 @@ def calibrate_pair(loaded, text, rows, draw):
     return methods
 
 
-def add_pair(row, where, result, exact, data, start=None):
+def add_pair(row, where, result, exact, data):
     """Add what was measured in a pair to its row. exact: fp16's Result."""
     parts = [round((loss - of_fp16) / UNIT) for loss, of_fp16 in zip(result.nll_along[0], exact.nll_along[0])]
     empty = {"bits": 0, "windows": "", "nll": [[]], "kl": [[]], "along": []}
-    found = data["SmolLM2"].setdefault(at(row, where, start), empty)
+    found = data["SmolLM2"].setdefault(at(row, where), empty)
     losses, n = found["nll"][0], len(found["nll"][0])
     losses.append(round(result.nll[0] / UNIT))
     found["windows"] += witness(result.windows.tokens)
@@ -318,7 +310,7 @@ def add_pair(row, where, result, exact, data, start=None):
     else:
         found["along"].append(parts)
     write_data(data)
-    print(f"{at(row, where, start)}: {result.nll[0]:.3f}, pair {n + 1}", flush=True)
+    print(f"{at(row, where)}: {result.nll[0]:.3f}, pair {n + 1}", flush=True)
 
 
 def witness(tokens):

@@ -333,6 +333,8 @@ def crossing():
         f"Rotation may gain a little ({of_p(p_turned)}; by KL, {of_p(p_kl)})",
         f"but nothing if marked tokens are kept ({still:+.3f} ± {error_still:.3f})",
         so(verdict([two, two_kept, two_turned, two_both]) == "open", "at 2 bits because four pairs are too few"),
+        so(verdict([static, level, turned_static, cell(3, "static", "integer", rotated=True)], "embedded") == HELP,
+           "they harm each other (on the embedded model, they help)"),
         f"kept tokens and rotation together gain {gains(two, two_both)}",
         f"groups of 32 gain {gains(two, small)} for {wider:.2f} bits",
         f"16 bits gain {gains(two, two_kept)}, and a grid of its own "
