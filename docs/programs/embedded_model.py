@@ -168,15 +168,15 @@ def mask_of_chants(pieces):
 
 # The model
 
-def new_model(seed):
+def new_model(seed, config=CONFIG):
     """Unit gain: a matrix's entries have variance 1 / inputs; those that write to the residual stream have less."""
     torch.manual_seed(seed)
-    model = Llama(CONFIG)
+    model = Llama(config)
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             inputs = weight.shape[1]
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                inputs *= 2 * CONFIG.num_hidden_layers
+                inputs *= 2 * config.num_hidden_layers
             std = 0.05 if "embed_tokens" in name else inputs ** -0.5
             torch.nn.init.normal_(weight, std=std)
     for block in model.model["layers"]:
