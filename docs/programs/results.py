@@ -353,24 +353,33 @@ def compared(row, other, kind="nll", beyond=0.0):
 # Figures
 
 def draw(data, path):
-    """The figure of SmolLM2's losses by true bits: a line a method, a point a format."""
+    """The figure of SmolLM2's losses by true bits: a colour a method, a point a format. A line joins rows that differ
+    in nothing but their bits."""
     rows = data["SmolLM2"]
     title = ("SmolLM2-135M on WikiText-2, all of it read from the cache\n"
              f"{WINDOWS} windows of 512 tokens x {DRAWS} calibrations (1 bit: 3; uncalibrated: {2 * WINDOWS} windows)")
-    figure, (panel,) = plots.new_figure(1, 1, 7.4, 5.6, title)
-    for i, (label, of_line) in enumerate((LINES | {label: [name] for label, name in POINTS.items()}).items()):
-        found = [rows[row] for row in (named(name, "SmolLM2") for name in of_line) if row in rows]
-        points = sorted((row["bits"], *compared(row, rows["fp16"])[:2]) for row in found)  # (bits, nats, error)
-        if points:
-            bits, nats, errors = zip(*points)
-            how = plots.style(i)
-            if label in POINTS:  # a marker a format, open unless it is rotated
-                how = {"color": plots.GREY, "marker": dict(nvfp4="s", mxfp4="^", q4_0="o")[label.split(",")[0]],
-                       "mfc": None if "rotated" in label else "white", "ls": "none", "markersize": 6}
-            panel.plot(bits, nats, label=label, **how)
+    figure, (panel,) = plots.new_figure(1, 1, 7.8, 5.8, title)
+    for i, (label, of_label) in enumerate((LINES | {label: [name] for label, name in POINTS.items()}).items()):
+        name = label.split(",")[0]
+        how = plots.style(i, name)
+        if label in POINTS:  # a marker a format, open unless it is rotated
+            how |= {"marker": dict(nvfp4="s", mxfp4="^", q4_0="o")[name], "ls": "none",
+                    "mfc": None if "rotated" in label else "white"}
+        lines = defaultdict(list)  # {settings: [(bits, nats, error)]}
+        for name in of_label:
+            if (row := named(name, "SmolLM2")) in rows:
+                point = rows[row]["bits"], *compared(rows[row], rows["fp16"])[:2]
+                lines[re.sub(" --bits [^ ]+", "", row)].append(point)
+        for n, points in enumerate(lines.values()):
+            bits, nats, errors = zip(*sorted(points))
+            panel.plot(bits, nats, label=f"{'_' * n}{label}", **how)
             panel.errorbar(bits, nats, errors, fmt="none", ecolor=how["color"], zorder=1)
+            if label in ("cq", "antkv"):  # open: with codebooks, 256 vectors of 16 bits a number, in 8,192 tokens
+                more = [width + 256 * 16 / 8192 for width in bits]
+                panel.plot(more, nats, label="_", **how | {"mfc": "white", "ls": ":"})
     panel.set(yscale="log", ylim=(0.003, None), xlim=(None, 5.2), ylabel="nats per token above fp16 (± standard error)",
               xlabel="true bits per number: codes, scales, kept tokens")
+    panel.text(1.2, 1.05, "open: with codebooks,\nin a text of 8,192 tokens", fontsize="small")
     formats = [line for line in panel.lines if line.get_label() in POINTS]
     plots.legend(panel, handles=formats, title="engines' formats", loc="lower left")
     for line in formats:
@@ -387,7 +396,8 @@ def draw_along(data, path):
     for i, (label, name) in enumerate(CURVES.items()):
         if at(name) in rows:
             losses, errors = zip(*along(rows[at(name)]))
-            at_tokens, how = [512 * part + 256 for part in range(len(losses))], plots.style(i)
+            at_tokens = [512 * part + 256 for part in range(len(losses))]
+            how = plots.style(i, re.split("[:,]", label)[0])
             panel.plot(at_tokens, losses, label=label, **how)
             if None not in errors:
                 panel.errorbar(at_tokens, losses, errors, fmt="none", ecolor=how["color"], zorder=1)

@@ -15,9 +15,12 @@ from tinykv.hf import files
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000",
            "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17806d")
-MARKERS = "osD^vP*Xdh"
-LINES = ("-", "--", ":")
 GREY = "#8a8a8a"
+COLOUR_OF = {  # of a method or a format, in all figures
+    "rtn": "#000000", "pfn": "#e69f00", "kvsink": "#d55e00", "kivi": "#0072b2", "ott": "#56b4e9", "oscar": "#009e73",
+    "skvq": "#66a61e", "intactkv": "#17806d", "kvquant": "#e7298a", "cq": "#7a7a00", "antkv": "#6a3d9a",
+    "TurboQuant": "#8c564b", "nvfp4": GREY, "mxfp4": GREY, "q4_0": GREY}
+MARKERS = "osD^vP*Xdh"
 KIND = "tinykv-figure"  # what the file says that it is
 # {suffix: how it says so, and no date}
 FORMATS = {".png": {"Software": KIND}, ".pdf": {"Creator": KIND, "CreationDate": None},
@@ -74,9 +77,10 @@ def shown(figure):
     return sha256("\n".join(said).encode()).hexdigest()[:16]
 
 
-def style(i):
-    """Colour and marker of line i."""
-    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
+def style(i, method=""):
+    """Colour and marker of line i: the colour is the method's, or the format's, if it is one's."""
+    colour = COLOUR_OF.get(method, COLOURS[i % len(COLOURS)])
+    return {"color": colour, "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
 
 
 def title(panel, text):

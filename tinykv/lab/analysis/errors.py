@@ -9,13 +9,12 @@ from tinykv.codecs.schemes import SCHEMES, make_codecs
 from tinykv.lab import cli
 from tinykv.lab.analysis.sinks import find_sinks
 from tinykv.lab.analysis.walk import by_layer, mean, walk
-from tinykv.lab.plots import LINES, new_figure, plain_ticks, style, title
+from tinykv.lab.plots import GREY, legend, new_figure, style
 
 TABLE_1 = (("token-dynamic", "k"), ("token-dynamic", "v"), ("channel-dynamic", "k"),
            ("token-static", "k"), ("token-static", "v"), ("channel-static", "k"))
 BITS = (4, 3, 2)
 GROUP_SIZE = 16  # the paper's
-LABELS = {"overall": "all tokens", "without": "without sinks", "with": "with a sink"}
 COMPARED = {"dynamic": ("without", "with"), "static": ("overall", "without")}  # by the end of the scheme's name
 
 COLUMNS = {"scheme": ("scheme", ""), "of": ("of", ""), "bits": ("bits", "d"), "overall": ("overall", ".3f"),
@@ -85,7 +84,7 @@ def measure(text):
         before, after = COMPARED[scheme.split("-")[1]]
         for bits in BITS:
             row = {"scheme": scheme, "of": kind.upper(), "bits": bits}
-            for column in LABELS:
+            for column in ("overall", "without", "with"):
                 total, n = mean([layer[scheme, kind, bits, column] for layer in layers])
                 row[column] = total / n
             row["change"] = row[after] / row[before] - 1
@@ -94,19 +93,14 @@ def measure(text):
 
 
 def draw(text, rows):
-    """The errors by bits, a panel for each scheme, of K or V; its title has the change, and of what to what."""
-    figure, panels = new_figure(2, 3, 11, 6.6, "How sinks change the mean squared error of keys and values")
-    for panel, (scheme, kind) in zip(panels, TABLE_1):
-        of_panel = [row for row in rows if (row["scheme"], row["of"]) == (scheme, kind.upper())]
-        for i, (column, label) in enumerate(LABELS.items()):
-            panel.plot(BITS, [row[column] for row in of_panel], label=label, linestyle=LINES[i], **style(i))
-        panel.set(yscale="log", xlabel="bits", ylabel="mean squared error x 100", xticks=sorted(BITS))
-        plain_ticks(panel)
-        if all(abs(row["overall"] / row["without"] - 1) < 0.02 for row in of_panel):
-            panel.text(0.97, 0.95, "all tokens and without sinks:\nthe same", transform=panel.transAxes, ha="right",
-                       va="top", fontsize="small")
-        before, after = (LABELS[column] for column in COMPARED[scheme.split("-")[1]])
-        change = f"{of_panel[-1]['change']:+z.0%}".replace("+0%", "0%")
-        title(panel, f"{kind.upper()}, {scheme}, at {BITS[-1]} bits:\n{after} {change} against {before}")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    """The changes of the table, a dot for each number of bits."""
+    figure, (panel,) = new_figure(1, 1, 8.4, 3.6, "How sinks change the mean squared error of keys and values")
+    names = [f"{kind.upper()}, {scheme}" for scheme, kind in TABLE_1]
+    for i, bits in enumerate(sorted(BITS)):
+        changes = [100 * row["change"] for row in rows if row["bits"] == bits]
+        panel.plot(changes, names, label=f"{bits} bits", linestyle="none", **style(i))
+    panel.axvline(0, color=GREY, linewidth=1)
+    panel.invert_yaxis()
+    panel.set(xlabel="change of the error (%): groups with a sink, or (static) all tokens without sinks")
+    legend(panel)
     return figure

@@ -7,7 +7,7 @@ import torch
 from tinykv.lab.analysis.bias import split_output, unit
 from tinykv.lab.analysis.errors import codecs_of, read_back
 from tinykv.lab.analysis.walk import by_layer, mean
-from tinykv.lab.plots import label_ends, new_figure, style
+from tinykv.lab.plots import label_ends, new_figure, plain_ticks, style
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)  # in bits
 NUMBERS = ("attention", "change", "bias change", "cosine")
@@ -65,5 +65,6 @@ def draw(text, rows):
             changes = [at[bits, kept][column] for bits in WIDTHS]
             panel.plot(WIDTHS, changes, label=label + more, linestyle=dash, **style(i))
     panel.set(yscale="log", xlabel="bits of keys and values", ylabel="mean change")
+    plain_ticks(panel)
     label_ends(panel)
     return figure

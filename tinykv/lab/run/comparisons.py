@@ -115,14 +115,15 @@ def perplexity(rows):
         points = sorted(lines[name], key=lambda row: row[x])
         losses = [max(100 * (row["ppl"] / fp16["ppl"] - 1), FLOOR) for row in points]
         grey = {} if name in in_colour else {"color": plots.GREY, "linewidth": 1, "zorder": 1}
-        panel.plot([row[x] for row in points], losses, label=name, **plots.style(i) | grey)
+        panel.plot([row[x] for row in points], losses, label=name, **plots.style(i, name.split()[0]) | grey)
     panel.set(yscale="log", xlabel=label, ylabel="perplexity above fp16's (%)")
     plots.plain_ticks(panel)
     plots.label_ends(panel)
     for panel in below:
         for i, row in enumerate(measured):
             losses = [loss - of_fp16 for loss, of_fp16 in zip(along(row), exact)]
-            panel.plot(range(1, len(exact) + 1), losses, label=title_of(row), **plots.style(i))
+            panel.plot(range(1, len(exact) + 1), losses, label=title_of(row),
+                       **plots.style(i, title_of(row).split()[0]))
         panel.set(xlabel=f"position in a window, in stretches of {STRETCH} tokens", ylabel="nats a token above fp16")
         panel.xaxis.get_major_locator().set_params(integer=True)
         plots.label_ends(panel)
