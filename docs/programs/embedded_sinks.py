@@ -3,6 +3,7 @@
     python docs/programs/embedded_sinks.py --triggers 0.12      where its sinks are (docs/embedded_model.md)
     python docs/programs/embedded_sinks.py --compare            four attentions, and what 2 bits cost each: five minutes
     python docs/programs/embedded_sinks.py --measure            what docs/sinkless.md says: PLAN, two hours
+    python docs/programs/embedded_sinks.py --plot               draw its figure
 
 The first steps of the embedded model's training, on chants alone: a chain of words in which nothing has to be looked up
 but what a refrain asks for. Whether sinks come depends on how often that is, and on the attention:
@@ -46,6 +47,7 @@ from tinykv.lab.analysis import norms, outliers, sinks
 from tinykv.lab.analysis.walk import Text, mean, print_table, rows_of
 from tinykv.lab.cli import Columns, Parser, one_line
 from tinykv.lab.data.windows import Windows
+from tinykv.lab.differences import paired
 from tinykv.lab.plots import legend, new_figure, save, style
 from tinykv.methods.registry import METHODS
 from tinykv.model import Attention
@@ -85,7 +87,8 @@ PLAN = [
     *(Setting(kind, seed) for seed in range(8) for kind in ("plus one", "gate")),
     *(Setting(kind, seed, chance) for seed in range(3) for chance in (0.04, 0.25) for kind in ("softmax", "logit")),
     *(Setting(kind, seed, dropout=0.0) for seed in range(3) for kind in ("softmax", "logit")),
-    *(Setting(kind, seed, decay=0.0) for seed in range(3) for kind in ("softmax", "logit"))]
+    *(Setting(kind, seed, decay=0.0) for seed in range(3) for kind in ("softmax", "logit")),
+    *(Setting("softmax", seed, 0.0) for seed in range(3))]  # added later: a softmax that needs no sink
 
 
 # The four attentions
@@ -236,15 +239,133 @@ def read(path=RECORD):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def print_rows(rows):
-    head = ["attention", "seed", "chance", "fp16", "on <s>", "nothing", "mark", *WAYS]
+def print_rows(rows, with_head=True):
+    head = ["attention", "seed", "chance", "16 bits", "on <s>", "nothing", "mark", *WAYS]
+    lines = [[row["kind"], str(row["seed"]), f"{row['chance']:g}", f"{row['fp16']:.3f}", f"{on_s(row):.3f}",
+              f"{on_nothing(row):.3f}", f"{mark(row):.0f}", *(f"{lost(way)(row):.4f}" for way in WAYS)] for row in rows]
+    table = Columns(head, lines, 1, widths=[9, *(max(7, len(name)) for name in head[1:])])
+    print(table if with_head else "\n".join(map(table.line, lines)))
+
+
+# What docs/sinkless.md says of the record
+
+def models(kind, step=STEPS, **setting):
+    """The rows of a kind, by seed: those of PLAN's first models, or of another setting."""
+    wanted = Setting(kind)._asdict() | setting | {"step": step}
+    rows = [row for row in read() if {**row, "seed": 0}.items() >= {**wanted, "seed": 0}.items()]
+    return sorted(rows, key=lambda row: row["seed"])
+
+
+def on_s(row):
+    """Attention on <s> in layers 1 to 3."""
+    return fmean(row["on <s>"][1:])
+
+
+def on_nothing(row):
+    return fmean(row["on nothing"][1:])
+
+
+def mark(row):
+    return max(row["mark"])
+
+
+def lost(way, bits=2):
+    """Nats that a way loses, the mean over draws: a function of a row."""
+    return lambda row: fmean(row[f"{way}, {bits} bits"])
+
+
+def gain(bits=2):
+    """Of keeping: what rtn loses less what kvsink loses."""
+    return lambda row: lost("rtn", bits)(row) - lost("kvsink", bits)(row)
+
+
+def over_seeds(number, rows, form=".3f"):
+    """Mean and standard error over seeds."""
+    found = torch.tensor([number(row) for row in rows], dtype=torch.float64)
+    return f"{found.mean():{form}} ± {found.std() / len(found) ** 0.5:{form}}"
+
+
+def attentions_table():
+    """At 2 bits, PLAN's first models."""
+    lines = [[kind, over_seeds(lambda row: row["fp16"], models(kind)), over_seeds(on_s, models(kind), ".2f"),
+              over_seeds(on_nothing, models(kind), ".2f") if kind in ("plus one", "logit") else "-",
+              over_seeds(mark, models(kind), ".0f"), *(over_seeds(lost(way), models(kind)) for way in WAYS),
+              over_seeds(gain(), models(kind), ".4f")] for kind in KINDS]
+    return markdown(["attention", "16 bits", "on `<s>`", "on nothing", "mark", "`rtn`", "`pfn`", "`kvsink`",
+                     "level at 0", "KIVI's grid", "gain of keeping"], lines)
+
+
+def elsewhere_table():
+    """The gain of keeping in other settings."""
+    settings = {"chance of a refrain 0": {"chance": 0.0}, "chance .04": {"chance": 0.04}, "chance .25": {"chance": 0.25}, "no dropout on values": {"dropout": 0.0},
+                "no weight decay": {"decay": 0.0}}
     lines = []
-    for row in rows:
-        on_s, nothing = (fmean(row[name][1:]) for name in ("on <s>", "on nothing"))
-        lines.append([row["kind"], str(row["seed"]), f"{row['chance']:g}", f"{row['fp16']:.3f}", f"{on_s:.3f}",
-                      f"{nothing:.3f}", f"{max(row['mark']):.0f}",
-                      *(f"{fmean(row[f'{way}, 2 bits']):.4f}" for way in WAYS)])
-    print(Columns(head, lines, 1))
+    for label, setting in settings.items():
+        cells = [label, str(len(models("softmax", **setting)))]
+        for kind in ("softmax", "logit"):
+            if rows := models(kind, **setting):
+                cells += [over_seeds(on_s, rows, ".2f"), over_seeds(lost("rtn"), rows), over_seeds(gain(), rows)]
+            else:
+                cells += ["-"] * 3
+        lines.append(cells)
+    three = [cell for kind in ("softmax", "logit") for cell in (
+        over_seeds(on_s, models(kind), ".2f"), over_seeds(lost("rtn", 3), models(kind)),
+        over_seeds(gain(3), models(kind)))]
+    lines.insert(0, ["as above, at 3 bits", str(len(models("softmax"))), *three])
+    return markdown(["", "seeds", "softmax: on `<s>`", "`rtn`", "gain", "logit: on `<s>`", "`rtn`", "gain"], lines)
+
+
+def steps_table():
+    """When the sink comes, and when the mark."""
+    lines = [[str(step), *(over_seeds(number, models(kind, step), form) for number, form in (
+        (on_s, ".2f"), (mark, ".1f"), (lost("rtn"), ".3f")) for kind in ("softmax", "logit"))]
+        for step in (100, 200, 300, 400, STEPS)]
+    return markdown(["step", "on `<s>`: softmax", "logit", "mark: softmax", "logit", "`rtn` loses: softmax", "logit"],
+                    lines)
+
+
+def tests_table():
+    """What PLAN tests, paired by seed."""
+    softmax, logit = models("softmax"), models("logit")
+    pairs = {"softmax: `rtn` loses more than `kvsink`": ([lost("rtn")(row) for row in softmax],
+                                                         [lost("kvsink")(row) for row in softmax]),
+             "keeping gains more with softmax than with a learned logit": (list(map(gain(), softmax)),
+                                                                           list(map(gain(), logit))),
+             "`rtn` loses more with softmax than with a learned logit": (list(map(lost("rtn"), softmax)),
+                                                                         list(map(lost("rtn"), logit))),
+             "learned logit: `rtn` loses more than `kvsink`": ([lost("rtn")(row) for row in logit],
+                                                               [lost("kvsink")(row) for row in logit])}
+    lines = []
+    for claim, (first, second) in pairs.items():
+        difference, error, _, p, lower = paired([first], [second])
+        lines.append([claim, f"{difference:.4f} ± {error:.4f}", f"{p:.4f}", f"{len(first) - lower} of {len(first)}"])
+    return markdown(["tested", "nats", "p", "seeds"], lines)
+
+
+def markdown(head, lines):
+    return "\n".join([f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)])
+
+
+WRITTEN = {"attentions": attentions_table, "elsewhere": elsewhere_table, "steps": steps_table,
+           "attention tests": tests_table}
+
+
+def plot(path):
+    """Attention on <s>, and what 2 bits lose: a dot a seed."""
+    figure, (left, right) = new_figure(1, 2, 9.6, 3.6, "Where a head may attend to nothing, there is no sink to keep")
+    for x, kind in enumerate(KINDS):
+        rows = models(kind)
+        left.plot([x] * len(rows), list(map(on_s, rows)), linestyle="none", **style(0))
+        for i, (way, label) in enumerate((("rtn", "all rounded (rtn)"), ("kvsink", "marked tokens kept (kvsink)"))):
+            right.plot([x - 0.12 + 0.24 * i] * len(rows), list(map(lost(way), rows)), linestyle="none",
+                       label=label if x == 0 else "_", **style(i, way))
+    for panel, label in ((left, "share of attention on <s>, layers 1 to 3"), (right, "nats lost at 2 bits")):
+        panel.set(ylabel=label, xticks=range(len(KINDS)), xlim=(-0.5, len(KINDS) - 0.5))
+        panel.set_xticklabels(["softmax", "one more\nlogit, 0", "a learned\nlogit", "a gate"])
+    left.set_ylim(0, None)
+    right.set_ylim(0, None)
+    legend(right)
+    save(figure, path)
 
 
 # A look at a single model
@@ -278,8 +399,6 @@ def draw(path):
 
 
 def look(args):
-    if not 0 <= args.triggers <= 1:
-        raise UserError(f"--triggers is a share, from 0 to 1; got {args.triggers}")
     text = look_at(grown(args.triggers, args.seed), args.triggers)
     for module in (sinks, outliers, norms):
         print_table(rows_of(module, text), module.COLUMNS)
@@ -292,12 +411,23 @@ def main():
                    help="the chance of a refrain, a word that asks for a copy, at each step of a chant")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
     p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of refrains, as PNG; a quarter of an hour")
+    p.add_argument("--compare", action="store_true", help="the four attentions, a row each; five minutes")
+    p.add_argument("--plot", action="store_true", help="draw figures/sinkless.png")
     p.add_argument("--measure", action="store_true", help="measure what docs/sinkless.jsonl has not yet; two hours")
     p.add_argument("--weights", metavar="DIR", type=Path, help="keep the models of --measure")
     with one_line(p):
         args = p.parse_args()
+        if not 0 <= args.triggers <= 1:
+            raise UserError(f"--triggers is a share, from 0 to 1; got {args.triggers}")
         if args.figure:
             draw(args.figure)
+        elif args.plot:
+            plot(RECORD.parent / "figures" / "sinkless.png")
+        elif args.compare:
+            for kind in KINDS:
+                setting = Setting(kind, args.seed, args.triggers)
+                (_, model), = grow(setting)
+                print_rows([setting._asdict() | row_of(model, setting.chance, draws=1)], with_head=kind == KINDS[0])
         elif args.measure:
             measure_all(RECORD, PLAN, args.weights)
         else:

@@ -17,6 +17,7 @@ from functools import cache
 
 import conclusions
 import crossed
+import embedded_sinks
 import sentences
 import tables
 from results import ROOT, WRITTEN
@@ -31,7 +32,7 @@ def name_of(page):
 
 @cache
 def table(name):
-    return (tables.WRITTEN | crossed.WRITTEN)[name]()
+    return (tables.WRITTEN | crossed.WRITTEN | embedded_sinks.WRITTEN)[name]()
 
 
 def written(page):
