@@ -297,7 +297,8 @@ def attentions_table():
 
 def elsewhere_table():
     """The gain of keeping in other settings."""
-    settings = {"chance of a refrain 0": {"chance": 0.0}, "chance .04": {"chance": 0.04}, "chance .25": {"chance": 0.25}, "no dropout on values": {"dropout": 0.0},
+    settings = {"chance of a refrain 0": {"chance": 0.0}, "chance .04": {"chance": 0.04},
+                "chance .25": {"chance": 0.25}, "no dropout on values": {"dropout": 0.0},
                 "no weight decay": {"decay": 0.0}}
     lines = []
     for label, setting in settings.items():
