@@ -308,8 +308,7 @@ class Decoder(torch.nn.Module):
         return (f"through transformers {transformers.__version__}: {config.model_type}, {config.num_hidden_layers} "
                 f"layers with {config.num_key_value_heads} KV heads of {config.head_dim}; sliding layers hold a window")
 
-    def check_method(self, method):
-        check_method(method)
+    check_method = staticmethod(check_method)
 
     def identity(self):
         return identity(self.theirs)

@@ -116,7 +116,7 @@ class MethodCache(Bridge):
         if tokens is None and self.is_watched:
             raise UserError(f"inputs_embeds hide the text from {self.empty.method!r}; give input_ids")
         if tokens is None:
-            tokens = torch.zeros(kwargs["inputs_embeds"].shape[:2], dtype=torch.long)  # which no method looks at
+            tokens = torch.zeros_like(kwargs["inputs_embeds"][..., 0], dtype=torch.long)  # which no method looks at
         B, T = tokens.shape
         padding = padding_of(kwargs.get("attention_mask"), B, held + T)
         if T == 0 or self.texts and padding != self.padding:
