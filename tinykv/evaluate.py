@@ -222,7 +222,7 @@ def count_bits(result, cache, tokens):
             n = T - getattr(rows.codes, "gone", 0)  # tokens
             n_far = min(FAR, max(n, getattr(rows.codec, "window", FAR)))
             numbers, numbers_far = numbers + n * of_token, numbers_far + n_far * of_token
-            if rows.n_coded == 0:
+            if rows.n_coded == T - n:  # no codes are held
                 total, total_far = total + sum(held.values()), total_far + 2 * n_far * of_token
                 continue
             # none, where a window is quantized as a whole

@@ -118,7 +118,7 @@ def hidden_of(output):
 # Codes of a sliding layer
 
 class Windowed(Codec):
-    """A layer's codec where a query sees only the last `window` tokens. Older codes go; `decode` gives zeros in their
+    """A layer's codec where a query sees only the last `window` tokens. Older codes go, and zeros are read in their
     place, which the model's mask hides."""
 
     def __init__(self, codec, window):
@@ -128,8 +128,10 @@ class Windowed(Codec):
     def encode(self, x, ignore=None):
         return Held(self.codec.encode(x, ignore), x.shape[2])
 
-    def decode(self, held):
-        return pad(self.codec.decode(held.codes), (0, 0, held.gone, 0))  # (B, Hkv, n, d)
+    def decode_before(self, recent, held, n):
+        if held.gone < n:
+            recent = self.codec.decode_before(recent, held.codes, n - held.gone)  # (B, Hkv, n - gone + r, d)
+        return pad(recent, (0, 0, held.gone, 0))  # (B, Hkv, n + r, d)
 
     def drop(self, held, begin):
         """Drop the codes of the tokens before `begin`, in whole groups."""
@@ -149,7 +151,8 @@ class Held:
         self.codes, self.n, self.gone = codes, n, gone
 
     def followed_by(self, other):
-        return Held(self.codes.followed_by(other.codes), self.n + other.n, self.gone)
+        codes = other.codes if self.gone == self.n else self.codes.followed_by(other.codes)
+        return Held(codes, self.n + other.n, self.gone)
 
     @property
     def nbytes(self):
