@@ -153,6 +153,7 @@ def test_each_text_of_a_batch_is_read_as_it_is_here_alone(name, models):
         coded, all_coded = parts["coded"], right[1]["coded"]
         assert (length, {**parts, "coded": all_coded}) == right and (name == "fp16" or all_coded > 0)
         assert coded < all_coded if gone else coded == all_coded
+        assert not (gone and method.uses_scores)  # a score is of all tokens
         codec = one.layers[0].keys.codec
         assert getattr(codec, "codec", codec) is method.codecs[0].k  # no copy of its tables
         for rows, same in zip(rows_of(one), rows_of(alone)):  # (1, Hkv, S, d): 16 bits, rotated back by some methods
