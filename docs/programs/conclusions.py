@@ -93,7 +93,8 @@ def readme():
             verdict(TWO["per token, 3 bits | keep marked | rotation"]) == "multiply"],
         "At 3 bits, the zero point decides.": [
             both_models(less, FIVE, PFN, RTN), both_models(less, PFN + ZERO, RTN + ZERO),
-            both_models(none, FIVE + ZERO, PFN + ZERO), less(PFN + ZERO, FIVE),
+            both_models(none, FIVE + ZERO, PFN + ZERO), other_calibration(none, FIVE + ZERO, PFN + ZERO),
+            less(PFN + ZERO, FIVE),
             none(cell(3, KIVIS, "integer"), cell(3, KIVIS))],
         "In long texts, five kept tokens are too few.": [
             grows(FIVE), not grows(MARKED), not grows(FIVE + ZERO), less(FIVE + ZERO + LONGER, MARKED + LONGER,

@@ -8,14 +8,16 @@
 Every window is a piece of the text's first half with facts strewn among its sentences, "The secret number of Oslo is
 482.", as many in each fifth of its length, and ends with the same ones in another order, their numbers marked as
 answers. The first command writes such windows, for the column `answers`, and after them as much of the text's second
-half, to calibrate on.
-The third one measures answers by length and depth, and keeps them in docs/needles.json; the last one draws them.
+half, to calibrate on. The third one measures answers by length and depth, for docs/needles.json, and how much of a
+table is copied, for docs/copied.json. The last one draws the answers.
 """
 import itertools
+import json
 import random
 import tempfile
 from pathlib import Path
 
+import crossing
 import torch
 from crossing import ASKED
 from results import ANTKV, FIVE, MARKED, ROOT, SERVED, calibrate_pair, named, read_data, write_data
@@ -33,12 +35,20 @@ CITIES = ("Amsterdam Berlin Cairo Dublin Florence Geneva Helsinki Istanbul Jakar
           "Prague Quito Rome Seoul Tokyo Vienna").split()
 FACT = " The secret number of {} is {}."
 MARKED_FACT = FACT.format("{}", "<answer>{}</answer>")
+TABLE, ITS_COPY = "This table has two numbers for each city:\n", "\nThe same table again:\n"
+COPIED = ROOT / "docs" / "copied.json"
 DEPTHS = 5
 FACTS = 20
 SHORT = 384, 20, 5  # of --out: tokens of a window, windows, facts of each
 CONTEXTS, TEXTS = (1024, 2048, 4096), 15  # tokens of a text, and texts of each length: about 60 answers of each depth
 ROWS = {"fp16": "fp16", "q4_0, rotated": SERVED["q4_0, rotated"], "kivi, 4 bits": SERVED["KIVI, 4 bits"],
         "antkv, 2 bits": ANTKV, "kvsink, 3 bits: 5 kept": FIVE, "kvsink, 3 bits: marked": MARKED}  # {label: row}
+# a table that is copied: {label: row}
+TABLES = 10
+COPIES = {"fp16": "fp16", "kivi, 4 bits": SERVED["KIVI, 4 bits"], "q4_0, rotated": SERVED["q4_0, rotated"],
+          "KIVI's grid, 3 bits": crossing.cell(3, "KIVI's"),
+          "KIVI's grid, 3 bits, rotated": crossing.cell(3, "KIVI's", rotated=True),
+          "kivi, 2 bits": SERVED["KIVI, 2 bits"]}
 # what is measured: (tokens of a text, rows, texts)
 MEASURED = [*((context, ROWS.values(), TEXTS) for context in CONTEXTS),
             *((context, [named(row, "SmolLM2") for row in rows], 5) for context, rows in ASKED.items())]
@@ -110,6 +120,37 @@ def answer(model, method, tokens, places):
     return found
 
 
+def table(tokenizer, draw):
+    """A table of 20 lines, and its copy: tokens (T), and where the copy's second line begins."""
+    lines = [f"{city} {draw.randrange(100, 1000)} {draw.randrange(100, 1000)}\n" for city in draw.sample(CITIES, 20)]
+    given = tokenizer.encode(TABLE + "".join(lines) + ITS_COPY + lines[0])
+    asked = tokenizer.encode("".join(lines[1:]))
+    return torch.tensor([tokenizer.bos_id, *given, *asked]), 1 + len(given)
+
+
+@torch.inference_mode()
+def copied(model, method, tokens, begin):
+    """How many of the tokens (T) from `begin` on come before the first that is not the most likely one: so many would
+    be generated right."""
+    hidden = model(tokens[None], KVCache(model, method, "paper"), logits=False)[0]  # (T, D)
+    right = model.lm_head(hidden[begin - 1:-1]).argmax(-1) == tokens[begin:]  # (n)
+    return int(right.long().cumprod(0).sum())
+
+
+def measure_copies(loaded, path):
+    """Measure the rows that docs/copied.json has not: what each copies of each table."""
+    record, (model, tokenizer) = read_data(COPIED), loaded
+    rows = [row for row in COPIES.values() if row not in record]
+    methods, draw = calibrate_pair(loaded, path, rows, 0), random.Random(0)
+    tables = [table(tokenizer, draw) for _ in range(TABLES)]
+    model.use_attention("fused")
+    for row in rows:
+        record[row] = [copied(model, methods[row], *of_table) for of_table in tables]
+        print(f"{row}: {record[row]}", flush=True)
+    lines = ",\n".join(f"{json.dumps(row)}: {found}" for row, found in record.items())
+    files.write(COPIED, lambda part: part.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8"))
+
+
 def measure(loaded, path):
     """Measure the answers that docs/needles.json has not, text by text, with the tables of the first draw."""
     (text, _), record, (model, tokenizer) = halves(path), read_data(RECORD), loaded
@@ -135,8 +176,8 @@ def draw(record, path):
         shares = torch.tensor([[sum(cell) / len(cell) for cell in of_depth] for of_depth in seen])  # (depths, lengths)
         panel.imshow(shares, cmap="viridis", vmin=0, vmax=1, aspect="auto")
         for d, of_depth in enumerate(seen):
-            for i, cell in enumerate(of_depth):
-                panel.text(i, d, f"{sum(cell)} / {len(cell)}", ha="center", va="center", fontsize="small",
+            for i, found in enumerate(of_depth):
+                panel.text(i, d, f"{sum(found)} / {len(found)}", ha="center", va="center", fontsize="small",
                            color="white" if shares[d, i] < 0.6 else "black")
         plots.title(panel, label)
         panel.grid(False)
@@ -152,7 +193,7 @@ def main():
     p.add_argument("--model", metavar="DIR", help="whose tokens are counted")
     p.add_argument("--text", metavar="FILE", help="its first half is what the facts are strewn in")
     p.add_argument("--out", metavar="FILE", type=Path, help="the windows, and what calibrates")
-    p.add_argument("--measure", action="store_true", help="measure the rows that docs/needles.json has not")
+    p.add_argument("--measure", action="store_true", help="measure the rows that the records have not")
     p.add_argument("--plot", action="store_true", help="draw figures/needles.png")
     with one_line(p):
         args = p.parse_args()
@@ -164,7 +205,9 @@ def main():
             windows = args.out.read_text(encoding="utf-8")
             files.write(args.out, lambda part: part.write_text(windows + other[:len(windows)], encoding="utf-8"))
         if args.measure:
-            measure(hf.load(args.model), args.text)
+            loaded = hf.load(args.model)
+            measure(loaded, args.text)
+            measure_copies(loaded, args.text)
         if args.plot:
             draw(read_data(RECORD), ROOT / "docs" / "figures" / "needles.png")
 

@@ -239,6 +239,8 @@ def results():
         f"{len(claimed) - verdicts['-']} claims that the papers make: {verdicts['same']} hold on SmolLM2, "
         f"{verdicts['**other**']} come out otherwise, and {verdicts['open']} are open",
         so(not verdicts["none, as there"], "hold on SmolLM2"),
+        f"found tokens gain {less(KVSINK + OTHER_TEXT, PFN + OTHER_TEXT)} beside the first five ("
+        + so(compared(row_of(KVSINK + OTHER_TEXT), row_of(PFN + OTHER_TEXT))[2] > 0.05, "three calibrations, too few"),
         f"(`--formula offset`) it loses {less(OSCAR + OFFSET, OSCAR)} less",
         so([finding(claim, "embedded").sign in ("less", "more") for claim in CLAIMS["OScaR"]] == 8 * [False] + [True],
            "the embedded model shows only KVQuant's gain"),
@@ -247,6 +249,8 @@ def results():
         so(float(ends(KVSINK)[1]) > 2 * float(ends(KVSINK)[0]), "its loss doubles from the first 512 tokens"),
         so(1.6 < loss(KVSINK + LONGER) / loss(MARKED + LONGER) < 2.5, "halves the loss of `kvsink` at 3 bits"),
         f"only {right[MARKED]} of {len(NEEDLES['4096']['fp16'])} numbers, where fp16 finds {right['fp16']}",
+        f"`kivi` at 4 bits, which loses {loss(KIVI4):.3f} nats a token, copies "
+        + so(1 / 4 < sum(tables.COPIED[KIVI4]) / sum(tables.COPIED["fp16"]) < 2 / 5, "a third of what 16 bits do"),
         so({finding(claim, "embedded").sign for claim in CLAIMS["OTT"][:4]} == {"none"}, "OTT's pool gains nothing"),
     ]
 

@@ -16,7 +16,7 @@ import results
 from results import CLAIMS, LONG, NAMES, OWN, SERVED, STREAM, compared, named, pair, read_data
 
 DATA = read_data()
-SMOL, NEEDLES = DATA["SmolLM2"], read_data(needles.RECORD)
+SMOL, NEEDLES, COPIED = DATA["SmolLM2"], read_data(needles.RECORD), read_data(needles.COPIED)
 UNEQUAL = 0.19  # true bits: if the rows of a claim differ by more, the cell has both
 MARGIN = 0.05  # nats: two thirds of the smallest gain that a paper reports for a claim of the tables (KVSink's Table 2)
 
@@ -275,10 +275,18 @@ def needles_table():
                  *(column(str(tokens)) for tokens in needles.CONTEXTS))
 
 
+def copied_table():
+    """Tokens of a table's copy before the first wrong one, with the error over tables."""
+    def tokens(row):
+        found = COPIED[row]
+        return f"{mean(found):.0f} ± {stdev(found) / len(found) ** 0.5:.0f}"
+    return table("row | tokens copied", needles.COPIES, tokens)
+
+
 # {what stands in the page's mark: what writes it}
 WRITTEN = {
     "count": count, "corrected": corrected, "short": short_table, "lengths": lengths_table, "served": served_table,
-    "biased": bias_table, "needles": needles_table,
+    "biased": bias_table, "needles": needles_table, "copied": copied_table,
     "rows": partial(rows_table, "rows", **{"embedded: bits": of_embedded(bits), "nats ": of_embedded(lost)}),
     "codecs": partial(rows_table, "codecs"),
     **{section: partial(claims_table, section) for section in CLAIMS},

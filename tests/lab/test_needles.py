@@ -46,6 +46,19 @@ def test_windows_hold_facts_at_all_depths_and_ask_for_them(loaded, tmp_path):
         needles.write(tmp_path / "needles.txt", TEXT, tokenizer, 600, 2, 20)
 
 
+def test_a_table_is_copied_up_to_the_first_wrong_token(loaded):
+    """As far as greedy generation, token by token, is right."""
+    model, tokenizer = loaded
+    method, random = FP16(model.config), needles.random.Random(0)
+    tokens, begin = needles.table(tokenizer, random)
+    tokens = tokens[:begin + 12]  # what the model says to the 3rd token, then something else
+    for at in range(begin, begin + 3):
+        tokens[at] = model(tokens[None, :at])[0, -1].argmax()
+    tokens[begin + 3] = (model(tokens[None, :begin + 3])[0, -1].argmax() + 1) % model.config.vocab_size
+    assert needles.copied(model, method, tokens, begin) == 3
+    assert needles.table(tokenizer, random)[0].tolist() != tokens.tolist()  # another table
+
+
 @pytest.mark.parametrize("queries, common", [(torch.ones(1, 2, 200, 4), 1.0), (None, 0.0)])
 def test_the_part_of_logit_errors_that_all_queries_have_in_common(queries, common):
     """All of it for equal queries; none for queries that point in as many directions as there are."""
