@@ -22,7 +22,7 @@ from tables import NEEDLES, row_of, sign_of
 
 TERMS = {  # bold, and no conclusion: what is defined, and what heads a paragraph
     "README.md": {"KV cache", "sink", "Keep it in 16 bits", "Put a level at 0", "Give it its own grid",
-                  "Leave it out of its group's range", "Make all tokens alike"},
+                  "Leave it out of its group's range", "Make all tokens alike", "Let a head attend to nothing"},
     "results.md": {"same", "other"},
     "crossing.md": set(),
     "serving.md": {"What this table cannot tell you.", "transformers' <code>QuantizedCache</code>"}}
