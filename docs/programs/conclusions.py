@@ -109,7 +109,7 @@ def results():
     right = {row: sum(hit for _, hit, _ in found) for row, found in NEEDLES["4096"].items()}
     first, *others = (gain("SKVQ", words) for words in ("regrouped", "clipping", "five kept"))
     return {
-        "KVSink: found tokens help only where no level is at 0.": [less(FIVE, PFN, RTN), none(FIVE + ZERO, PFN + ZERO)],
+        "KVSink: found tokens help only if no level is at 0.": [less(FIVE, PFN, RTN), none(FIVE + ZERO, PFN + ZERO)],
         "OTT: the pool helps in every setting.": [
             all(sign_of_claim("OTT", claim.rows) == "less" for claim in CLAIMS["OTT"][:4])],
         "OScaR: rotate first, then divide keys by their norms.": [
