@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import conclusions
 import crossed
+import drawings
 import needles
 import notebook
 import numpy as np
@@ -602,6 +603,12 @@ def test_a_claim_is_two_rows_on_each_model():
     claim = results.Claim("it helps: `a --x 1 / 2` - `b`, `--bits 3 / 4 --y 5`, `--z 6` / `--z 7 --w 8`", "-")
     assert results.pair(claim, "embedded") == ["a --bits 3 --x 1 --y 5 --z 6", "b --bits 3 --y 5 --z 6"]
     assert results.pair(claim, "SmolLM2") == ["a --bits 4 --w 8 --x 2 --y 5 --z 7", "b --bits 4 --w 8 --y 5 --z 7"]
+
+
+def test_a_method_has_its_drawing():
+    folder = pages.ROOT / "docs" / "figures" / "methods"
+    assert {path.stem for path in folder.iterdir()} == drawings.DRAWN.keys()
+    assert all((folder / f"{name}.svg").read_text() == drawings.drawing(name) for name in drawings.DRAWN)
 
 
 @pytest.mark.parametrize("name, draw, record", [
