@@ -132,3 +132,31 @@ def test_sinks_come_where_refrains_are_rare():
     assert first > 0.4 and k < 0.7 and ratio > 10
     first, k, ratio = found[0.0]
     assert first < 0.35 and k > 1.5 and ratio < 10
+
+
+@pytest.mark.parametrize("kind", embedded_sinks.KINDS)
+def test_attention_to_nothing(kind):
+    """By exponentials, a query at a time; a logit, and a gate, that training might have found."""
+    model = embedded_sinks.new_model(kind, seed=0).eval()
+    attention, x = model.model["layers"][0].self_attn, torch.randn(1, 5, 64)
+    with torch.no_grad():
+        if kind == "logit":
+            attention.extra.copy_(torch.tensor([1.5, -0.5]))
+        seen = attention(x, model.rope, 0, None, 0)  # (1, T, D)
+        q, k, v = attention.qkv(x)  # (1, H, T, d), (1, 1, T, d) twice
+        q, k = model.rope.rotate(q)[0], model.rope.rotate(k)[0, 0]
+        heads = torch.zeros(5, 2, 32)
+        for t in range(5):
+            for h in range(2):
+                weights = ((k[:t + 1] @ q[h, t]) / 32 ** 0.5).exp()  # (t + 1)
+                nothing = {"plus one": 1.0, "logit": (4.4816891, 0.6065307)[h]}.get(kind, 0.0)
+                heads[t, h] = (weights[:, None] * v[0, 0, :t + 1]).sum(0) / (weights.sum() + nothing)
+        out = heads.view(5, 64)
+        if kind == "gate":
+            out = out / (1 + (-x[0] @ attention.gate.weight.T).exp())
+        assert torch.allclose(seen[0], out @ attention.o_proj.weight.T, atol=1e-5)
+
+
+def test_models_with_other_attentions_have_as_many_parameters():
+    sizes = [sum(p.numel() for p in embedded_sinks.new_model(kind, 0).parameters()) for kind in embedded_sinks.KINDS]
+    assert max(sizes) < 1.002 * min(sizes)
