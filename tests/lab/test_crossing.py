@@ -85,7 +85,7 @@ def test_numbers_of_the_page_are_differences_of_pairs(monkeypatch):
 def test_factors_multiply_and_their_error_is_that_of_a_logarithm(monkeypatch):
     """8 nats fall to 4 and to 2 alone, and to 1 with both: the product. With half a nat, they help each other."""
     rows = {"a": [6, 10, 8], "b": [3, 5, 4], "c": [1.5, 2.5, 2], "d": [0.74, 1.26, 1], "e": [0.37, 0.63, 0.5],
-            "f": [1, 3, 2], "g": [1.19, 2.01, 1.6], "fp16": [0, 0, 0]}
+            "f": [1, 3, 2], "g": [1.19, 2.01, 1.6], "h": [0.5, 1.6, 0.8], "fp16": [0, 0, 0]}
     monkeypatch.setattr(crossed, "row_of", lambda name, *_: {"nll": [[1e5 * n for n in rows[name.split()[0]]]]})
     monkeypatch.setattr(crossed, "beside_fp16", lambda name, _: map(crossed.row_of, (name, "fp16")))
     assert crossed.factor(["a"], ["b"])[:2] == pytest.approx((2, 0))  # the same pairs are hard for both
@@ -94,3 +94,4 @@ def test_factors_multiply_and_their_error_is_that_of_a_logarithm(monkeypatch):
     assert [crossed.verdict(f"abc{both}") for both in "degcb"] == [
         "multiply", "**help each other**", "overlap", "second replaces", "harm each other"]
     assert crossed.verdict("aacc") == "open"  # the first idea gains nothing alone
+    assert crossed.verdict("abch") == "open"  # the product, but with an error of a third

@@ -55,6 +55,7 @@ def test_a_table_is_copied_up_to_the_first_wrong_token(loaded):
     for at in range(begin, begin + 3):
         tokens[at] = model(tokens[None, :at])[0, -1].argmax()
     tokens[begin + 3] = (model(tokens[None, :begin + 3])[0, -1].argmax() + 1) % model.config.vocab_size
+    tokens[begin + 4] = model(tokens[None, :begin + 4])[0, -1].argmax()  # right, but too late
     assert needles.copied(model, method, tokens, begin) == 3
     assert needles.table(tokenizer, random)[0].tolist() != tokens.tolist()  # another table
 
