@@ -343,6 +343,23 @@ def tests_table():
     return markdown(["tested", "nats", "p", "seeds"], lines)
 
 
+def first_at_half(numbers):
+    """How often the first of two numbers of a softmax model reaches half of what it is in the end before the other, the
+    other before it, and neither."""
+    steps = []
+    for number in numbers:
+        at_step = {step: list(map(number, models("softmax", step))) for step in (*EARLIER, STEPS)}
+        steps.append([next(step for step in at_step if at_step[step][seed] >= last / 2)
+                      for seed, last in enumerate(at_step[STEPS])])
+    order = [(a > b) - (a < b) for a, b in zip(*steps)]
+    return order.count(-1), order.count(1), order.count(0)
+
+
+def n_found(kind):
+    """In how many models KVSink's search finds a mark."""
+    return sum(row["found"] != [-1, -1] for row in models(kind))
+
+
 def markdown(head, lines):
     return "\n".join([f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)])
 

@@ -11,6 +11,7 @@ from collections import Counter
 from functools import cache
 from statistics import fmean as mean
 
+import embedded_sinks
 import tables
 from conclusions import KVQUANT, OFFSET, OSCAR, OTHER_TEXT
 from crossed import HELP, KIVIS, SHORT, TWO, change, factor, hits, more_answers, share_left, verdict
@@ -93,6 +94,8 @@ def so(condition, words):
 # The pages
 
 def readme():
+    learned = mean(map(embedded_sinks.lost("rtn"), embedded_sinks.models("logit"))) / mean(
+        map(embedded_sinks.lost("rtn"), embedded_sinks.models("softmax")))
     def found(row):
         return sum(right for _, right, _ in NEEDLES["1024"][row])
     price = row_of(MARKED + LONGER)["bits"] - row_of(KVSINK + LONGER)["bits"]
@@ -101,6 +104,7 @@ def readme():
     read = "codecs/affine", "cache", "methods/base", "methods/kvsink", "model", "calibrate", "evaluate"
     of_reference = lines("*.py", "codecs/*.py", "methods/*.py", "hf/*.py", to=500)
     return [
+        f"a small model loses a {PARTS[round(1 / learned)]} as much at 2 bits",
         f"the reference, about {of_reference} lines with their comments",
         *(f"| `tinykv/{name}.py` | {lines(f'{name}.py')} |" for name in read),
         f"`kvsink` loses {less(KVSINK, PFN)} less than `pfn`, " + so(abs(found_with_zero) < 0.01, "and no less once"),
@@ -388,8 +392,16 @@ def groups():
     return [f"on SmolLM2, {less(f'{skvq} 5', f'{skvq} 0').split()[0]} nats"]
 
 
+def sinkless():
+    mark, sink, neither = embedded_sinks.first_at_half((embedded_sinks.mark, embedded_sinks.on_s))
+    return [f"finds it in {WORDS[embedded_sinks.n_found('logit')]} of eight models with a learned logit (softmax: "
+            f"{WORDS[embedded_sinks.n_found('softmax')]})",
+            f"In {WORDS[mark]} seeds the mark reaches half of its final size first, in {WORDS[sink]} the sink, in "
+            f"{WORDS[neither]} neither"]
+
+
 OF_PAGE = {f"{page.__name__}.md": page for page in (
-    readme, analysis, methods, results, results_data, own_codec, serving, crossing, embedded_model)}
+    readme, analysis, methods, results, results_data, own_codec, serving, crossing, embedded_model, sinkless)}
 OF_PAGE |= {"ladder/3_pool.py": pool, "ladder/4_groups.py": groups}
 
 
