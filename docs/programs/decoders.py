@@ -44,6 +44,10 @@ ZOO = {
     "OLMo 3": ("Olmo3Config", SLIDING),
     "Gemma 2": ("Gemma2Config", {"head_dim": 16, **SLIDING}),
     "Gemma 3": ("Gemma3TextConfig", {"head_dim": 16, **SLIDING}),
+    "Gemma 3 with images": ("Gemma3Config", {
+        "text_config": {**SMALL, "head_dim": 16, **SLIDING}, "mm_tokens_per_image": 4,
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+                          "image_size": 28, "patch_size": 14}}),
     "Gemma 4": ("Gemma4TextConfig", {"head_dim": 16}),
     "gpt-oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 4, **SLIDING}),
     "Ministral": ("MinistralConfig", {"head_dim": 16, **SLIDING}),

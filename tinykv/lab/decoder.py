@@ -17,7 +17,6 @@ import transformers
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from tinykv import UserError, first_line
 from tinykv.codecs.base import Codec
@@ -106,8 +105,8 @@ def windows_of(model):
 
 def layers_of(model):
     """The modules whose outputs are hidden states."""
-    n = len(windows_of(model))
-    return next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == n)
+    n, text = len(windows_of(model)), getattr(model.base_model, "language_model", model.base_model)  # beside images
+    return next(m for m in text.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == n)
 
 
 def hidden_of(output):
@@ -242,9 +241,20 @@ class GivenStates(torch.nn.Module):
     """In the place of a decoder: its states are given."""
 
     def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
-        output = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
-        output.cross_attentions = None  # which a GPT-2 reads
-        return output
+        return States(inputs_embeds)
+
+
+class States:
+    """What a decoder returns: states, and nothing else that a model asks for."""
+
+    def __init__(self, h):
+        self.last_hidden_state = h
+
+    def __getitem__(self, i):
+        return self.last_hidden_state
+
+    def __getattr__(self, name):
+        return None
 
 
 class Head(torch.nn.Module):
