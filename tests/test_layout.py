@@ -2,6 +2,7 @@
 import ast
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,10 @@ def test_every_method_file_is_registered_under_its_name_and_opens_with_its_row()
         title, row = ast.get_docstring(TREES[f"methods/{name}.py"]).split("\n\n")[:2]
         assert title.lower().startswith(name)
         assert re.match(r"\s*Keep: .*Code: .*When: ", row, re.DOTALL), name
+
+
+def test_pip_installs_every_module_of_the_top_level():
+    """`pip install -e .`, with the version that CITATION.cff has."""
+    made = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert sorted(made["tool"]["setuptools"]["py-modules"]) == sorted(path.stem for path in ROOT.glob("*.py"))
+    assert f'version: "{made["project"]["version"]}"' in (ROOT / "CITATION.cff").read_text()
