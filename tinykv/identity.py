@@ -1,4 +1,4 @@
-"""Which model is it? It is known by what it computes from a fixed text. A reader may skip this file.
+"""Which model is it? It is known by what it computes from a fixed text. Tables and results of another are refused.
 
 A name or a path does not show that a model was edited, and a hash of its weights does not show a hook.
 """

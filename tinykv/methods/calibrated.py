@@ -1,4 +1,4 @@
-"""What every method has besides its answers to the three questions. A reader may skip this file.
+"""What a method learned from calibration text: its tables. They can be taken from it and given back.
 
 What calibration finds (ranges, levels, codebooks) are a method's *tables*. They hold for one model, and for the codecs
 of one method. This file takes them from a method and gives them back, and refuses what does not belong together.

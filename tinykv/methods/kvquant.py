@@ -5,9 +5,14 @@ The same on a page that runs alone: docs/ladder/5_levels.py.
     Code: the pair of codecs `kvquant`; K before RoPE, per channel and static; V per token, dynamic.
     When: at once; in a stream, in blocks.
 
-The idea has three steps. A key's channel keeps its range before RoPE, so the range can be calibrated. Levels lie where
-the numbers lie, and where the loss feels an error, by weighted k-means. And one per cent of the numbers, which would
-stretch every range, is stored apart in 16 bits. All of it is in `codecs/nonuniform.py`.
+Calibration, for the keys and the values of each layer, then a token at a time (`codecs/nonuniform.py`):
+1. Ranges. A channel of the keys keeps its range before RoPE, so its percentiles are calibrated; mid and half are the
+   middle and the half of that range. A row of values takes them from its own numbers.
+2. Outliers. One number in a hundred lies outside its range, and would stretch it: it is stored apart in 16 bits.
+3. Levels. Normalized numbers x' = (x - mid) / half share 2^b levels. Weighted k-means puts these where the numbers are,
+   and where the loss feels an error: it minimizes sum_e w_e (x'_e - level)^2 with w = (dL/dx)^2 half^2 (Appendix E).
+4. Quantize. q is the index of the nearest level, and x'' = half * level[q] + mid. At 2 bits, Q-Norm shifts and scales
+   the levels, so that decoded numbers keep their mean and standard deviation.
 
 Paper and practice. The first token is kept because it is an attention sink. Other sinks are not kept, which is where
 KVSink comes in: with `--method pfn,kvsink --scheme kvquant`, the tokens that those methods keep are left out of the
