@@ -238,6 +238,34 @@ def test_what_was_found_on_a_model_serves_no_other(tmp_path, change, dtype):
     assert Tables(tmp_path, model).get("these") is None
 
 
+def later(model):
+    """A hook that leaves the few tokens alone by which a model is known."""
+    model.model["layers"][1].register_forward_hook(lambda _, given, out: out * (1 + (out.shape[1] > 4)))
+
+
+def before(model):
+    """A hook before the whole model, which its parts do not have."""
+    model.register_forward_pre_hook(lambda _, given: (given[0].roll(1, 1), *given[1:]))
+
+
+@pytest.mark.parametrize("change", [later, before])
+def test_fp16s_result_has_a_witness(change):
+    """What an identity does not see, the first window shows."""
+    model = hf.load_model(EMBEDDED)
+    exact = measure(model, METHODS["fp16"](model.config), WINDOWS)
+    change(model)
+    with pytest.raises(UserError, match="of another model"):
+        measure(model, METHODS["rtn"](model.config, scheme="token-dynamic"), WINDOWS, fp16=exact)
+
+
+def test_bits_of_a_codec_that_was_edited_are_those_of_its_grid():
+    model = hf.load_model(EMBEDDED)
+    edited, other = (METHODS["kivi"](model.config, k_bits=b, v_bits=b, recent=8, group_size=8) for b in (2, 4))
+    for *_, codec in edited.each_codec():
+        codec.bits = 4
+    assert measure(model, edited, WINDOWS).nll == measure(model, other, WINDOWS).nll
+
+
 def test_a_token_that_was_trained_makes_another_model():
     """In the embedding and the head, which are one matrix here."""
     model = hf.load_model(EMBEDDED)

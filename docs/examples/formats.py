@@ -68,7 +68,7 @@ class Blocks(Codec):
     size = 32  # G, the channels of a block
 
     def __init__(self, bits, width):
-        self.bits, _ = known_bits(bits, (4, 5, 8))
+        self.bits = known_bits(bits, (4, 5, 8))
         self.width, self.size = width, min(self.size, width)
         if width % self.size:
             raise UserError(f"this format has blocks of {self.size} channels, which do not divide a head's {width}")

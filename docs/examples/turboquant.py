@@ -55,7 +55,7 @@ class Turbo(Codec):
     depend on how many tokens come at once."""
 
     def __init__(self, bits, width, draw=0):
-        self.bits, _ = known_bits(bits, range(1, 9))
+        self.bits = known_bits(bits, range(1, 9))
         self.R, self.levels = rotation(width, draw), lloyd_max(2 ** self.bits)  # (d, d), (2^b)
 
     def encode(self, x, ignore=None):  # a token's norm is its own, so kept tokens cannot matter

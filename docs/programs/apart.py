@@ -29,7 +29,7 @@ class RotatedStatic(Rotated):
 
 class Quarter(Affine):
     def grid(self, lo, hi):
-        return super().grid(lo, lo + (hi - lo) * self.max_code / (self.max_code + 1))
+        return super().grid(lo, lo + (hi - lo) * (2 ** self.bits - 1) / 2 ** self.bits)
 
 
 def rotated(scheme, config, kind, bits, group_size=None, formula="offset"):

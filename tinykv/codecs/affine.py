@@ -26,7 +26,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from tinykv.codecs.base import Codec, Codes, channel_ranges, known_bits, pack, pieces_of, unpack
+from tinykv.codecs.base import Codec, Codes, channel_ranges, known_bits, largest_code, pack, pieces_of, unpack
 
 FORMULAS = ("offset", "integer-zero")
 
@@ -44,7 +44,7 @@ class Affine(Codec):
 
     def __init__(self, bits, width, axis="token", group=None, formula="offset", static=False):
         """width: d, the channels of a head."""
-        self.bits, self.max_code = known_bits(bits)
+        self.bits = known_bits(bits)
         self.width, self.axis, self.formula, self.static = width, axis, formula, static
         self.needs_text = static
         self.scale = self.zero = None
@@ -70,7 +70,7 @@ class Affine(Codec):
             code = torch.round((g - z) / s)
         else:  # z is an integer, counted in steps of s
             code = torch.round(g / s) + z
-        code = code.clamp(0, self.max_code).to(torch.uint8)
+        code = code.clamp(0, largest_code(self.bits)).to(torch.uint8)
 
         # 3. pack each token's codes into bytes
         code = self.from_groups(code, x.shape[2])  # (B, Hkv, T, d)
@@ -118,7 +118,7 @@ class Affine(Codec):
 
     def grid(self, lo, hi):
         """The range of each group -> scale and zero point, in the 16 bits that are stored."""
-        s = (hi - lo) / self.max_code
+        s = (hi - lo) / largest_code(self.bits)
         if self.formula == "offset":
             scale = s.clamp(1e-5, 6e4).half()
             zero = lo.clamp(-65504, 65504).half()

@@ -162,11 +162,11 @@ def factors_of(bits):
 # Settings
 
 def known_bits(bits, known=(1, TERNARY, 2, 3, 4, 5, 6, 7, 8)):
-    """Bits of a code, as an integer or 1.5, and the largest code. UserError for others."""
+    """Bits of a code, as an integer or 1.5. UserError for others."""
     if bits not in known:
         raise UserError(f"bits are one of {', '.join(map(str, known))} (1.5: three levels), or 16, which is "
                         f"the codec `Exact`; got {bits}")
-    return bits if bits == TERNARY else int(bits), largest_code(bits)
+    return bits if bits == TERNARY else int(bits)
 
 
 def largest_code(bits):

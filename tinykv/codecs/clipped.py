@@ -41,6 +41,7 @@ from tinykv.codecs.base import (
     by_heads,
     channel_ranges,
     known_bits,
+    largest_code,
     pack,
     pieces_of,
     to_heads,
@@ -68,7 +69,7 @@ class ClippedGroups(Codec):
 
     def __init__(self, bits, heads, width, group_size, metadata="fp8", reorder=True,
                  centres=(0, 1), alpha=None, sensitivity="token"):
-        self.bits, self.max_code = known_bits(bits)
+        self.bits = known_bits(bits)
         self.width, self.channels, self.group_size = width, heads * width, group_size
         self.dtype, self.floor, self.largest = METADATA[metadata]
         self.sensitivity = sensitivity
@@ -77,7 +78,7 @@ class ClippedGroups(Codec):
         self.needs_text = self.reorder or self.clips
         self.needs_gradient = self.clips and sensitivity == "token"
         # the clips to choose from, alpha in the 16 bits in which it is stored
-        lowest = 60 if self.max_code > 2 else 20  # %
+        lowest = 60 if self.bits >= 2 else 20  # %
         alphas = [percent / 100 for percent in range(100, lowest - 1, -2)] if alpha is None else [alpha]
         self.choices = list(itertools.product(torch.tensor(alphas, dtype=torch.float16).tolist(), centres))
 
@@ -121,7 +122,7 @@ class ClippedGroups(Codec):
         # round them first: the codes then make up for their error
         h, z = h.to(self.dtype), z.to(self.dtype)  # as they are stored
         code = torch.round((rows - self.of_channels(z)) / self.of_channels(h))  # (B, T, C)
-        return code.clamp(0, self.max_code), h, z
+        return code.clamp(0, largest_code(self.bits)), h, z
 
     def grid(self, lo, hi, alpha, centre):
         """Ranges (B, T, n) -> clipped, h and z (B, T, n). alpha and centre (n)."""
@@ -130,7 +131,7 @@ class ClippedGroups(Codec):
         lo = alpha * lo + (1 - alpha) * middle
         hi = alpha * hi + (1 - alpha) * middle
         # the step, and the zero point
-        h = ((hi - lo) / self.max_code).clamp(self.floor, self.largest)
+        h = ((hi - lo) / largest_code(self.bits)).clamp(self.floor, self.largest)
         z = lo.clamp(-self.largest, self.largest)
         return h, z
 

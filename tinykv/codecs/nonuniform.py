@@ -57,7 +57,7 @@ class NonUniform(Codec):
     needs_text = True
 
     def __init__(self, bits, heads, width, axis, outliers, sensitivity="fisher-range", q_norm=None):
-        self.bits, _ = known_bits(bits, range(1, 9))
+        self.bits = known_bits(bits, range(1, 9))
         self.width, self.channels = width, heads * width
         if axis == "token" and round(outliers * self.channels) == 0:
             outliers = 0  # a row is too short for even one: nothing has to be listed

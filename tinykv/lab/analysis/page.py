@@ -21,7 +21,7 @@ import torch
 from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.codecs.base import Codes, pack
+from tinykv.codecs.base import Codes, largest_code, pack
 from tinykv.evaluate import chunks_of
 from tinykv.hf import files
 from tinykv.lab import cli, shared_flags
@@ -248,7 +248,7 @@ def shown_layer(model, tokens, sinks):
 
 def levels_of(codec, head):
     """The levels of a static grid of values, of one KV head."""
-    codes = torch.arange(codec.width) % (codec.max_code + 1)  # (d): every code
+    codes = torch.arange(codec.width) % (largest_code(codec.bits) + 1)  # (d): every code
     packed = pack(codes.to(codec.scale.device, torch.uint8).expand(1, len(codec.scale), 1, -1), codec.bits)
     return codec.decode(Codes(packed))[0, head, 0].unique().tolist()
 
