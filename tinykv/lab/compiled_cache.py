@@ -14,6 +14,7 @@ import torch
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.base import Codec
+from tinykv.methods.antkv import AnTKV, equation_5
 from tinykv.model import turned
 
 LEAST = 256  # coded tokens; fewer are decoded as ever: to compile takes seconds, and once more for sizes of 1
@@ -99,6 +100,9 @@ class CompiledLayer(LayerCache):
         q = q.float() / math.sqrt(d)
         q = q.reshape(-1, Hkv, H // Hkv, d)  # (B, Hkv, R, d)
         p = self.scores(q).softmax(-1)  # (B, Hkv, R, S)
+        if self.is_choosing and type(self.method).score is AnTKV.score:
+            norm = q.norm(dim=-1) * math.sqrt(d)  # (B, Hkv, R)
+            self.eq_5 = equation_5(p, norm)  # before `output` writes into p
         return self.output(p).reshape(-1, H, 1, d).to(self.dtype)
 
     def scores(self, q):
@@ -138,7 +142,12 @@ class CompiledLayer(LayerCache):
         return self.length + 1
 
     def score(self, q, seen, attended):
-        super().score(q, seen, self.read() if isinstance(attended, torch.Tensor) else attended)
+        if q.shape[2] == 1 and type(self.method).score is AnTKV.score:  # its scores are sums of attention's weights
+            for rows, scores in zip((self.keys, self.values), self.eq_5):  # (B, Hkv, S)
+                rows.finite = rows.finite & scores.isfinite().all()
+                rows.add_scores(scores)
+        else:
+            super().score(q, seen, self.read() if isinstance(attended, torch.Tensor) else attended)
 
 
 def places(rows, q):
