@@ -211,5 +211,6 @@ def test_without_a_compiler_a_line_says_so(run, monkeypatch):
 def test_a_compiled_cache_under_another_attention():
     """Of two texts, the output would pass for keys and values."""
     model = model_of(2)
+    model.use_attention("fused")
     with pytest.raises(UserError, match="use_attention"):
         model(tokens_of(2, 1), CompiledCache(model, METHODS["kivi"](model.config)))

@@ -1,4 +1,4 @@
-"""The methods by name. To add one, write its file, opened by its name and its answers, and list its class here."""
+"""The methods by name. To add one, write a file here that is named like its class, and list the class below."""
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.cq import CQ
 from tinykv.methods.fp16 import FP16
