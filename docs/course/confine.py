@@ -1,7 +1,7 @@
 """The limits of the process in which a submission runs: its memory, time, files and system calls.
 
-Landlock and seccomp serve any user, in containers too: `pip install landlock pyseccomp`. Bubblewrap, which needs user
-namespaces, is refused by Docker and by Ubuntu 24.04 as they are installed.
+Landlock and seccomp serve any user, in containers too: `pip install landlock==1.0.0.dev5 pyseccomp`. Bubblewrap, which
+needs user namespaces, is refused by Docker and by Ubuntu 24.04 as they are installed.
 """
 import ctypes
 import errno
@@ -52,8 +52,8 @@ THREAD = 0x10000  # a flag of clone
 def hole(root):
     """Why `confine` cannot hide a repository, or what is written while grading, in words; "" if it can."""
     if landlock is None:
-        return ("there is no Landlock (Linux from 5.13 on), libseccomp, landlock or pyseccomp (`pip install landlock "
-                "pyseccomp`), so a submission has all of your rights, and can read the answers")
+        return ("there is no Landlock (Linux from 5.13 on), libseccomp, landlock or pyseccomp (`pip install "
+                "landlock==1.0.0.dev5 pyseccomp`), so a submission has all of your rights, and can read the answers")
     for what in (root, gettempdir()):
         for path in PYTHONS:
             if Path(what).resolve().is_relative_to(Path(path).resolve()):

@@ -22,7 +22,7 @@ set -e
 curl -LsSf https://astral.sh/uv/install.sh | env UV_INSTALL_DIR=/usr/local/bin sh
 uv venv --python 3.12 /autograder/python
 uv pip install --python /autograder/python --torch-backend cpu -r /autograder/source/tinykv/requirements.txt \\
-    landlock pyseccomp
+    landlock==1.0.0.dev5 pyseccomp
 """
 RUN = """#!/bin/bash
 cd /autograder/source/tinykv

@@ -1,20 +1,19 @@
-"""How alike are answers? `python -m docs.course.similar FOLDER`.
+"""How alike are answers? `python -m docs.course.similar FOLDER [--above SHARE]`.
 
 For each pair of files, and each file with the project's answer, which is public: the share of the smaller one's code
 that the other has, whatever its names, without the lines that are given. It says with whom to have a conversation.
-Pairs below SHOWN are left out: of 33 answers written apart, none came above 38%.
+Of 33 answers written apart, no two came above 38%; pairs below SHARE, half of it, are left out.
 """
 import ast
-import sys
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 
 from docs.course.assignments import MADE, PAGE, answer_of, assignment_of, folder_of, functions_of
 from tinykv import UserError
+from tinykv.lab.cli import Parser, one_line, printable
 
 K = 12  # neighbouring nodes of a function's tree
-SHOWN = 0.5
 
 
 def shingles(text):
@@ -46,6 +45,14 @@ def alike(folder):
 
 
 if __name__ == "__main__":
-    for share, *names in alike(sys.argv[1]):
-        if share >= SHOWN:
-            print(f"{share:4.0%}", *names, sep="  ")
+    p = Parser(prog="python -m docs.course.similar", description=__doc__.split("\n\n")[1])
+    p.add_argument("folder", type=Path, metavar="FOLDER", help="what was handed in")
+    p.add_argument("--above", type=float, metavar="SHARE", default=0.5, help="the least share that is shown, from 0 "
+                   "to 1 (default: 0.5)")
+    with one_line(p):
+        args = p.parse_args()
+        found = alike(args.folder)
+        if not found:
+            raise UserError(f"{args.folder} has no Python file that names an assignment")
+        shown = [f"{share:4.0%}  " + "  ".join(map(printable, names)) for share, *names in found if share >= args.above]
+        print("\n".join(shown) or f"no two files are alike by {args.above:.0%}")

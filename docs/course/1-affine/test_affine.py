@@ -25,7 +25,7 @@ def test_page(sub, rng, same):
         low = rng.normal(1, H, 1, 8) * 3
         high = low + rng.of((0.5, 1, 3, 50), 1, H, 1, 8)
         same.call(sub.grid, low, high, then=lambda found: [part.float() for part in found], hint="Both results are "
-                  "numbers that fp16 has, as they are stored. Four levels are three steps apart.")
+                  "numbers that fp16 has, as they are stored. Four levels are three steps apart.", names="scale|zero")
         codes, scale, zero = rng.of(range(256), B, H, T, 2).to(torch.uint8), rng.of((0.5, 1, 3), H, 1, 8), rng.normal(8)
         same.call(sub.decode, codes, scale, zero, hint="`encode` says which channel's code is where in a byte.")
 
@@ -39,10 +39,11 @@ def test_eight_numbers(sub, rng, same):
                                    ([-0.8, 0.3, 1.3, 2.2], 2, "integer-zero"),
                                    ([-0.8, 0.3, 1.3, 2.2], 1.5, "integer-zero"), (rng.normal(8).tolist(), 3, "offset")):
         x = torch.tensor(numbers)
-        scale, zero = same.call(sub.grid, x.min(), x.max(), bits, formula, hint="The largest code is 2^b - 1.")
+        scale, zero = same.call(sub.grid, x.min(), x.max(), bits, formula, hint="The largest code is 2^b - 1.",
+                              names="scale|zero")
         codes = sub.encode(x, scale, zero, bits, formula)
         same([codes, sub.decode(codes, scale, zero, formula)], f"{numbers}, one group, in {bits} bits, {formula}: "
-             "codes, uint8, and what they are read as, fp32")
+             "codes, uint8, and what they are read as, fp32", names="codes|what they are read as")
 
 
 @points(10)
@@ -64,7 +65,8 @@ def test_grid(sub, rng, same):
         scale, zero = sub.grid(lo, hi, bits, formula)
         for i, ends in enumerate(tried):  # one by one: a small number is compared as a small one
             same([scale[i], zero[i], lo[i], hi[i]], f"grid of (lo, hi) = {ends}, {bits} bits, {formula}: scale and "
-                 "zero point as they are stored, the zero point computed from the stored scale; lo; hi")
+                 "zero point as they are stored, the zero point computed from the stored scale; lo; hi",
+                 names="scale|zero|lo|hi")
 
 
 @points(10)
@@ -97,12 +99,13 @@ def test_groups_of_eight_numbers(sub, rng, same):
                                 ("token", 4, other.view(1, 1, 1, 8)), ("channel", 3, other.view(1, 1, 8, 1))):
         codes = sub.quantize(shaped, 2, axis, group)
         same([codes, sub.dequantize(*codes, axis, group)], f"quantize and dequantize x = {shaped.tolist()} in 2 bits, "
-             f"axis {axis}, groups of {group}. A short last group has its own range.")
+             f"axis {axis}, groups of {group}. A short last group has its own range.",
+             names="quantize|dequantize, codes|scale|zero")
     ignore = torch.zeros(1, 1, 8, dtype=torch.bool)
     ignore[..., [0, 4, 5, 6, 7]] = True
     same.call(sub.quantize, x.view(1, 1, 8, 1), 2, "channel", 4, "offset", ignore,
               then=lambda found: [found[0][:, :, 1:4], found[1].clamp(min=1e-5), found[2]],
-              hint="A group of nothing but ignored tokens has the range 0 .. 0.")
+              hint="A group of nothing but ignored tokens has the range 0 .. 0.", names="codes|scale|zero")
 
 
 @points(14)
@@ -121,7 +124,8 @@ def test_groups(sub, rng, same):
             x[ignore] *= 100
         unseen = torch.tensor(False) if ignore is None else ignore[..., None]
         same.call(sub.quantize, x, bits, axis, group, formula, ignore, hint="Codes are 0 here where they are ignored.",
-                  then=lambda found, unseen=unseen: [found[0].masked_fill(unseen, 0), *found[1:]])
+                  then=lambda found, unseen=unseen: [found[0].masked_fill(unseen, 0), *found[1:]],
+                  names="codes|scale|zero")
         codes = rng.of(range(top(bits) + 1), *x.shape).to(torch.uint8)
         numbers = -(-T // group) if axis == "channel" else groups
         shape = (B, H, T, numbers) if axis == "token" else (B, H, numbers, groups * group)

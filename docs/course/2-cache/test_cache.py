@@ -9,6 +9,7 @@ import pytest
 import torch
 
 points = pytest.mark.points
+STATE = "what is read|what is held|what the codec ignored"  # the parts of `state`
 EIGHT = [0.3, 1.6, 2.2, 3.4, 4.7, 5.1, 6.6, 7.4]
 
 
@@ -102,7 +103,7 @@ def test_append(sub, rng, same):
     rows = sub.Rows(Coarse())
     for T, dtype in ((3, torch.float32), (1, torch.bfloat16), (2, torch.float16), (4, torch.float64)):
         same.call(rows.append, rng.normal(2, 3, T, 4).to(dtype), then=lambda _: state(rows), hint=f"The rows are "
-                  f"{dtype}. Compared, after that: what is read; n_coded, recent, kept.")
+                  f"{dtype}. Compared, after that: what is read; n_coded, recent, kept.", names=STATE)
 
 
 @points(9)
@@ -116,7 +117,8 @@ def test_rows_of_eight_numbers(sub, rng, same):
             getattr(rows, name)(torch.tensor(argument) if name == "keep" else argument)
             same(state(rows), f"keys {numbers}, then {steps[:i + 1]}: what is read, in which kept rows overwrite the "
                  "codes at their positions; n_coded, recent, kept: the row that `read` gives, not the code; what the "
-                 "codec was told to ignore, call by call: the kept ones of the block, by positions in the whole text")
+                 "codec was told to ignore, call by call: the kept ones of the block, by positions in the whole text",
+                 names=STATE)
 
 
 @points(11)
@@ -146,7 +148,7 @@ def test_rows(sub, rng, same):
                 rows.keep(torch.tensor(kept))
             done.append(what if what != "keep" else f"keep {kept}")
             same(state(rows), f"{B} sequences, {H} heads; after {', '.join(done)}: what is read; n_coded, recent, "
-                 "kept; what the codec was told to ignore")
+                 "kept; what the codec was told to ignore", names=STATE)
 
 
 @points(6)
@@ -217,7 +219,8 @@ def test_update_of_eight_numbers(sub, rng, same):
             given = layer.update(part, 10 * part)
             same([given, layer.length, layer.keys.n_coded], f"keys {numbers}, {chunk} at a time, under {protocol}, "
                  "recent = 1, block = 3, nothing kept: keys and values that attention gets, length, n_coded. A "
-                 "stream reads before it quantizes; under paper it is the other way round.")
+                 "stream reads before it quantizes; under paper it is the other way round.",
+                 names="attention|length|n_coded, keys|values")
 
 
 @points(14)
@@ -232,7 +235,7 @@ def test_update(sub, rng, same):
             layer = layers[i % 2]
             k, v = rng.normal(2, B, H, rng.choice((1, rng.randint(1, 6))), 2) * 9
             same.call(layer.update, k, v, hint=f"{protocol}, recent = {recent}, block = {block}, chunk {i // 2} of "
-                      f"text {i % 2}.")
+                      f"text {i % 2}.", names="keys|values")
             same([layer.length, layer.method.asked, state(layer.keys), state(layer.values)], "After that: length; when "
                  "method.keep was asked (n, length, n_coded, recent keys, recent values); what is read, held and "
                  "ignored of keys and of values", names="length|keep|keys|values")
@@ -265,4 +268,4 @@ def test_all(sub, rng, same):
             k, v = rng.normal(2, 2, 2, rng.randint(1, 5), 2) * 9
             same([layer.update(k, v), parts(layer.keys), parts(layer.values), layer.keys.nbytes],
                  f"PFN with N = {N} under {protocol}, recent = {recent}, block = {block}: what attention gets; what is "
-                 "held of keys and values; bytes of the keys")
+                 "held of keys and values; bytes of the keys", names="attention|keys|values|bytes")

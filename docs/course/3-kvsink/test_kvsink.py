@@ -27,7 +27,7 @@ def test_page(sub, rng, same):
                 getattr(sub, name)(cache, layer, kept)
                 same([kept, torch.stack(outputs)], f"{name} in layer {layer}, {B} texts of {T} tokens and {H} heads: "
                      "kept (B, Hkv, T). A layer's output is known to later layers alone; each text has sinks of its "
-                     "own, the same for all heads. And the outputs, which stay as they were.")
+                     "own, the same for all heads. And the outputs, which stay as they were.", names="kept|outputs")
 
 
 @points(6)
@@ -158,7 +158,7 @@ def observe(sub, rng, same, k, chunks, hint, lE=1, elsewhere=1.0):
     for sizes in chunks:
         show(method, cache, torch.tensor(sizes), rng, elsewhere)
         same(sinks_of(cache), f"k = {k}; after block lE channel c of the tokens, chunk after chunk, has {chunks}. The "
-             f"sinks, sorted, and their |H[i, c]|: {hint}")
+             f"sinks, sorted, and their |H[i, c]|: {hint}", names="positions|sizes")
 
 
 @points(7)
@@ -202,14 +202,15 @@ def test_observe(sub, rng, same):
             shown = show(method, caches[i % 2], sizes, rng)
             same([sinks_of(caches[i % 2]), shown], f"k = {k}, lE = {method.layer}, chunk {i // 2} of text {i % 2}, "
                  f"with {sizes.tolist()} in channel c after block lE. The sinks, sorted, and their sizes; and the "
-                 "hidden states, which must not change. One method serves two texts.")
+                 "hidden states, which must not change. One method serves two texts.",
+                 names="sinks|hidden states, positions|sizes")
             held.append(f"{vars(method)} {vars(type(method))}")
         fork = copy.deepcopy(caches[0])
         for cache in (caches[0], fork):
             sizes = torch.tensor([[next(tokens) / 32] * 2 for _ in range(B)]) + torch.arange(2) / 64
             show(method, cache, sizes, rng)
             same(sinks_of(cache), f"k = {k}, lE = {method.layer}: a copy of a cache goes on by itself, here with "
-                 f"{sizes.tolist()}. The sinks, sorted, and their sizes")
+                 f"{sizes.tolist()}. The sinks, sorted, and their sizes", names="positions|sizes")
         same(len({*held[1:]}), "how many things the method has held since both texts have begun. What it knows of a "
              "text lives on the cache.")
 
@@ -243,10 +244,10 @@ def test_all(sub, rng, same):
                 window[rng.randrange(400), c] = size
         method.fit(hidden)
         same([method.layer, method.channel], f"After a calibration on three windows, with {size} in channel {c} after "
-             f"block {lE} and later ones: lE and c")
+             f"block {lE} and later ones: lE and c", names="layer|channel")
         cache = new_cache(method)
         for sizes in torch.tensor(rng.sample(range(1, 99), 12)).split(3):  # no two are of equal size
             show(method, cache, sizes[None] / 4, rng)
             kept = [method.keep_keys(layer, 3) for layer in cache.layers]
             same([None if positions is None else positions.sort(-1).values for positions in kept],
-                 "After a chunk of three tokens: what keep_keys gives in each layer, sorted")
+                 "After a chunk of three tokens: what keep_keys gives in each layer, sorted", names="layer")

@@ -55,7 +55,8 @@ def test_page(sub, rng, same):
     same.call(sub.rounded, halves, hint="A code is none of nine.")
     model = Steps(rng)
     prefix = sub.prefix_of(model)
-    same(prefix, "prefix_of a model: keys, before RoPE, and values, (L, Hkv, n, d), of the token BOS alone")
+    same(prefix, "prefix_of a model: keys, before RoPE, and values, (L, Hkv, n, d), of the token BOS alone",
+         names="keys|values")
     for n, bits in ((1, 16), (2, 16), (2, 32), (0, 16)):
         rows = [rng.normal(3, 2, n, 4) for _ in "kv"] if n else None
         cache, (B, T) = sub.Cache(Turn(), rows, bits), rng.sizes(3, 4)
@@ -63,7 +64,7 @@ def test_page(sub, rng, same):
             k, v = rng.normal(2, B, 2, T, 4)
             same([cache.update(layer, None, k, v, n), cache.rows[layer], k, v], f"Cache.update in layer {layer} with a "
                  f"prefix of {n} rows, {bits} bits: what attention gets, rotated by factors 1, 2, ..; the text's own "
-                 "rows, as they are held; and the given rows")
+                 "rows, as they are held; and the given rows", names="attention|held|given k|given v, keys|values")
     for _ in range(4):
         same.call(sub.loss_of, *rng.normal(2, 3, 2, 4, 5), hint="It is half of the sum of the layers' means.")
 
@@ -76,9 +77,9 @@ def test_exact_rows(sub, rng, same):
     for n in (1, 2, 4):
         full, _ = models(rng)
         ids = rng.choices(range(24), k=n)
-        rows = same.call(sub.exact_rows, full, ids, tolerance=1e-3)
+        rows = same.call(sub.exact_rows, full, ids, tolerance=1e-3, names="keys|values")
         same([[x.requires_grad, bool((x == x.half().float()).all())] for x in rows], f"exact_rows of the tokens {ids}: "
-             "whether they require a gradient, and are numbers that fp16 has")
+             "whether they require a gradient, and are numbers that fp16 has", names="keys|values")
 
 
 @points(4)
@@ -117,7 +118,7 @@ def test_begin_with(sub, rng, same):
         prefix_k, prefix_v = rng.of(range(-5, 6), 2, H, n, d).float()
         k, v = rng.of(range(-5, 6), 2, B, H, T, d).float()
         same.call(sub.begin_with, prefix_k, prefix_v, k, v, Turn(), hint="Rotation to position p multiplies by p + 1 "
-                  "here.")
+                  "here.", names="keys|values")
 
 
 # Task 2
@@ -180,7 +181,8 @@ def test_adam_step(sub, rng, same):
             gradient = rng.normal(3) * rng.choice((1e-8, 0.01, 1, 100))
             before = x.clone()
             x, state = same.call(sub.adam_step, x, gradient, state, lr, tolerance=1e-3, hint="First of all is "
-                                 "what it adds to x.", then=lambda found, before=before: [found[0] - before, *found])
+                                 "what it adds to x.", then=lambda found, before=before: [found[0] - before, *found],
+                                 names="step|x|state, m|v|t")
 
 
 @points(10)
@@ -196,7 +198,8 @@ def test_train(sub, rng, same):
         trained = sub.train(full, quantized, tokens, keys, values, updates, lr, clip)
         tried = f"train with {updates} updates, lr = {lr}, clip = {clip}: "
         same([[rows.requires_grad for rows in trained], [rows - old for rows, old in zip(trained, (keys, values))]],
-             tried + "whether keys and values require a gradient; what they have changed by", 2e-3)
+             tried + "whether keys and values require a gradient; what they have changed by", 2e-3,
+             names="requires a gradient|change, keys|values")
         same([weights_of(full).equal(before[0]), weights_of(quantized).equal(before[1]), keys.equal(before[2]),
               keys.requires_grad, any(p.grad is not None for model in (full, quantized) for p in model.parameters())],
              tried + "whether both models' weights, and the given keys, are as they were; whether the given keys "

@@ -29,7 +29,7 @@ def test_page(sub, rng, same):
         x, alpha, dtype = rng.normal(B, T, C), rng.of((0.5, 0.75, 1.0), 3), (torch.half, sub.FP8)[case % 2]
         x[0, 0, group == 0] = 0.5  # a range of 0
         same.call(sub.grid, x, group, alpha, dtype, then=lambda found: [y.float() for y in found],
-                  hint="A share alpha of the range is left, around its middle.")
+                  hint="A share alpha of the range is left, around its middle.", names="scale|zero")
         tables = {(0, "k"): (group, alpha), (0, "v"): (group.flip(0), 1.5 - alpha)}
         n_kept = rng.randint(1, 3)
         cache = sub.Cache(None, tables, dtype, n_kept, 2)
@@ -41,7 +41,8 @@ def test_page(sub, rng, same):
                 block = [part.float() for part in cache.blocks[0, kind][-1]]
                 same([block, len(cache.blocks[0, kind]), cache.kept[0, kind], cache.recent[0, kind]], f"Cache.write of "
                      f"block {i}, {kind} of {tables}, {dtype}, n_kept = {n_kept}: codes, "
-                     "scale and zero of the block; how many blocks there are; the text's first rows; what is recent")
+                     "scale and zero of the block; how many blocks there are; the text's first rows; what is recent",
+                     names="block|how many blocks|first rows|recent rows, codes|scale|zero")
 
 
 # Task 1
@@ -92,7 +93,7 @@ def test_grid(sub, rng, same):
         same([lo.equal(before[0]), hi.equal(before[1])], "grid: whether lo and hi stay as they were")
         for i, j in ((i, j) for i in range(2) for j in range(n)):
             same([h[i, j], z[i, j]], f"grid of lo = {lo[i, j]:g}, hi = {hi[i, j]:g} in {bits} bits, alpha = "
-                 f"{alpha[j]:g}, centre = {centre[j]:g}: (h, z), before FP8")
+                 f"{alpha[j]:g}, centre = {centre[j]:g}: (h, z), before FP8", names="h|z")
 
 
 # Task 3
@@ -110,7 +111,7 @@ def test_codes_of_eight_numbers(sub, rng, same):
         codes = sub.encode(numbers, group, 2, torch.full((n,), alpha), torch.full((n,), centre))
         same([codes, sub.decode(*codes, group)], f"{numbers.tolist()} in the groups {group.tolist()}, 2 bits, alpha = "
              f"{alpha}, centre = {centre}: codes, h and z, from which codes are computed as they are stored, in FP8; "
-             "what they are read as")
+             "what they are read as", names="encode|decode, codes|h|z")
 
 
 @points(20)
@@ -122,7 +123,8 @@ def test_codes(sub, rng, same):
         group = groups_of(rng, C, n)
         x = rng.normal(N, C) * rng.choice((0.1, 1, 5, 400)) + rng.choice((-6, 0, 3))
         alpha, centre = rng.of((0.6, 0.75, 1.0), n), rng.of((0, 1), n).to(rng.choice(CENTRES))
-        same.call(sub.encode, x, group, bits, alpha, centre, hint="Codes stand in the channels' own order.")
+        same.call(sub.encode, x, group, bits, alpha, centre, hint="Codes stand in the channels' own order.",
+                  names="codes|h|z")
         codes = rng.of(range(2 ** bits), N, C).to(torch.uint8)
         h = rng.of((0.25, 1, 3, 448), N, n).to(torch.float8_e4m3fn)
         z = rng.of((-20, 0, 1.5), N, n).to(torch.float8_e4m3fn)

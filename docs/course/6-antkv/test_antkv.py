@@ -33,7 +33,8 @@ def test_page(sub, rng, same):
         q = q * rng.of((0.25, 1, 4), B, H * R, T, 1)
         sub.antkv(q, K, kept)
         same([kept, q, K], f"antkv of {T} tokens, {H * R} heads of queries and {H} of keys: what is kept of keys and "
-             "of values (2, B, Hkv, T): of each text and head 1%, rounded up. A query reads no later key.")
+             "of values (2, B, Hkv, T): of each text and head 1%, rounded up. A query reads no later key.",
+             names="kept|q|K")
 
 
 # Task 1
@@ -87,7 +88,7 @@ def test_kmeans(sub, rng, same):
             calls, lloyd = [], sub.lloyd
             patch.setattr(sub, "lloyd", lambda *parts, **named: calls.append(1) or lloyd(*parts, **named))  # noqa: B023
             same.call(sub.kmeans, x, weights, centres, steps, then=lambda found: [found, len(calls)],  # noqa: B023
-                      hint="Compared, too: how often it calls lloyd.")
+                      hint="Compared, too: how often it calls lloyd.", names="centres|calls")
 
 
 # Task 2
@@ -135,12 +136,12 @@ def test_anchor_scores(sub, rng, same):
     """anchor_scores: both scores of Eq. 5"""
     for k in ([-20.0, -15.0], [rng.uniform(-30, -20), rng.uniform(-19, -10)]):
         q, k = torch.full((1, 1, 2, 1), 20.0), torch.tensor(k).view(1, 1, 2, 1)
-        same.call(sub.anchor_scores, q, k, hint="Exponentials of such scores are no numbers.")
+        same.call(sub.anchor_scores, q, k, hint="Exponentials of such scores are no numbers.", names="keys|values")
     for _ in range(40):
         (B, Hkv, shared, T), d = rng.sizes(2, 3, 3, 5), rng.choice((1, 4, 9))
         S = T + rng.choice((0, 0, 1, 4))
         q, k = 2 * rng.normal(B, Hkv * shared, T, d), rng.normal(B, Hkv, S, d)
-        same.call(sub.anchor_scores, q, k, hint="The queries are those of the newest tokens.")
+        same.call(sub.anchor_scores, q, k, hint="The queries are those of the newest tokens.", names="keys|values")
 
 
 @points(3)

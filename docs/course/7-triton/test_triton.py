@@ -73,7 +73,7 @@ def attention(sub, rng, same, R, D, bits, hint):
     sums, top, total = sub.attend_codes(q, keys, values)
     same([sub.merge(sums, top, total), sums, total, q], f"attend_codes of {C} tokens, {H} heads of queries, D = {D}, "
          f"{bits} bits, GROUP = {G}, PIECE = {sub.PIECE}: the output; sums and weights of each piece; and the queries. "
-         f"{hint}", 1e-3)
+         f"{hint}", 1e-3, names="output|sums|weights|queries")
 
 
 @points(12)
@@ -107,7 +107,7 @@ def topk(sub, same, rows, K, N, hint, stride=1, dtype=torch.float32):
     real = (torch.arange(K) < there[:, None]).expand(B, -1, -1)
     hint = f"topk_kernel with K = {K}, N = {N}, T = {T}, strides {h.stride()}, {dtype}: h = {rows}. {hint} "
     same([score.where(real, -1.0), position.where(real, -1)], hint + "Compared: scores and positions (B, pieces, K); "
-         "-1 here where a piece has fewer than K tokens", tolerance=0)
+         "-1 here where a piece has fewer than K tokens", tolerance=0, names="scores|positions")
     same([bool((score < 0)[~real].all()), around_scores, around_positions, h, len(strays)],
          hint + "Compared: whether the scores that are left are negative; memory around both tensors, and h, which "
          "stay as they were; how many numbers are loaded that are not the text's")
