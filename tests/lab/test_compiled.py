@@ -2,19 +2,23 @@
 to 1e-4 of numbers of size 1, as an angle of RoPE's is a sum of two; outputs of 16 bits are the nearest. Most tests call
 the functions as they are (conftest.py): to compile them takes seconds.
 """
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import model_of, tokens_of
 from conftest import compile_for_real
-from told import expected, logits_of, method_of, reads_the_same, text_of, told_layer
+from told import expected, logits_of, method_of, reads_the_same, text_of, told_layer, turned
 
 import eval_ppl
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
-from tinykv.codecs.affine import Affine
+from tinykv.codecs.affine import FORMULAS, Affine
 from tinykv.codecs.base import Exact, Pair
+from tinykv.codecs.clipped import ClippedGroups
+from tinykv.codecs.codebook import Codebook
+from tinykv.codecs.nonuniform import NonUniform
 from tinykv.codecs.rotated import Rotated
 from tinykv.evaluate import chunks_of
 from tinykv.lab import compiled_cache
@@ -91,18 +95,52 @@ def test_angles_of_long_texts():
     torch.testing.assert_close(got, q @ rope.rotate(K).transpose(-2, -1), rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("bits", [1, 1.5, 2, 3, 4, 7, 8])
-@pytest.mark.parametrize("axis, group, formula, static", [
-    ("token", None, "offset", False), ("token", 8, "integer-zero", False), ("channel", 16, "offset", False),
-    ("channel", 16, "integer-zero", True), ("token", 32, "offset", True)])
-def test_pieces_are_what_decode_gives(bits, axis, group, formula, static):
-    same_numbers(Affine(bits, 64, axis, group, formula, static), 2, 64)
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_pieces_of_every_method(name):
     for codec in method_of(name).codecs[0]:
         same_numbers(codec, 2, 16)
+
+
+def random_codec(rng):
+    """A codec of any kind, of random settings -> it, heads, width and tokens; odd lengths, too."""
+    heads, width = rng.choice([1, 2, 3, 5]), rng.choice([16, 32, 64])
+    bits, group = rng.choice([1, 1.5, 2, 3, 4, 5, 6, 7, 8]), rng.choice([8, 16])
+    shared = rng.choice(["head", "layer"])
+    codec = rng.choice([
+        lambda: Exact(),
+        lambda: Affine(bits, width, "token", group, rng.choice(FORMULAS), rng.random() < 0.5),
+        lambda: Affine(bits, width, "channel", group, rng.choice(FORMULAS), rng.random() < 0.5),
+        lambda: Rotated(Affine(bits, width, "channel", group), width, scaled=True),
+        lambda: ClippedGroups(bits, heads, width, group, alpha=0.9, sensitivity="none"),
+        lambda: NonUniform(int(bits), heads, width, rng.choice(["channel", "token"]), rng.choice([0, 0.1]), "none"),
+        lambda: Codebook(rng.choice([2, 4, 8]), rng.choice([4, 16]), heads, width, "none", shared),
+    ])()
+    return codec, heads, width, rng.randint(1, 71)
+
+
+@pytest.mark.one_in(7)
+@pytest.mark.parametrize("seed", range(300))
+def test_a_block_of_codes_is_what_decode_gives(seed):
+    """Scores of queries in 16 bits, before RoPE or after it, and outputs: products with what `decode` gives."""
+    rng = random.Random(seed)
+    codec, heads, width, n = random_codec(rng)
+    dtype, B, R = rng.choice([torch.float16, torch.bfloat16]), rng.choice([1, 2]), rng.choice([1, 3])
+    x = torch.randn(B, heads, n, width)
+    if codec.needs_text:
+        codec.fit(torch.randn(2, heads, 128, width), torch.zeros(2, heads, 128, dtype=torch.bool))
+    codes, rope = codec.encode(x), Rope(LlamaConfig(9, 8, 8, 1, heads, heads, width, 128))
+    q, p = torch.randn(B, heads, R, width).to(dtype).float(), torch.rand(B, heads, R, n)
+    cos, sin = rope.cos_sin(0, n, "cpu")
+    tables = [x[:, width // 2:] for x in (cos, sin)] if rng.random() < 0.5 else []
+    decoded = codec.decode(codes).double()
+    K = turned(decoded, torch.arange(n), rope) if tables else decoded
+
+    got = {"k": compiled_cache.scores(q, codec, codes, *tables), "v": compiled_cache.outputs(p, codec, codes)}
+    if (apart := codec.apart(codes)) is not None:
+        got["k"] += compiled_cache.product(compiled_cache.sparse(*apart, x.shape, n, "k", *tables), q)
+        got["v"] += compiled_cache.product(compiled_cache.sparse(*apart, x.shape, n, "v"), p)
+    for kind, want in (("k", q.double() @ K.transpose(-2, -1)), ("v", p.double() @ decoded)):
+        assert (got[kind] - want).abs().max() < 1e-5 * want.std(correction=0).clamp(min=1), codec
 
 
 def same_numbers(codec, heads, width):
@@ -112,6 +150,9 @@ def same_numbers(codec, heads, width):
     codes = codec.encode(x)
     blocks = [torch.cat(pieces, dim=-1).flatten(2, -2) for pieces in codec.pieces(codes, width // 2)]
     got, want = torch.cat(blocks, dim=1), codec.decode(codes).float()
+    if (apart := codec.apart(codes)) is not None:
+        places, more = apart
+        got.view(-1)[places] += more
     if codec.rotation is not None:
         got = got @ codec.rotation
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -216,6 +216,9 @@ class Codec:
         x = self.decode(codes).float()  # (B, Hkv, n, d)
         return [x.split(width or x.shape[-1], dim=-1)]
 
+    def apart(self, codes):
+        """What `pieces` leave out: its places in (B, Hkv, n, d), as indices in one list, and how much; or None."""
+
     def decode_before(self, recent, codes, n):
         """The n decoded tokens, then recent rows (B, Hkv, r, d): (B, Hkv, n + r, d), in the wider type of the two."""
         joined = n + recent.shape[2] if self.joins else n  # tokens that `decode` gives

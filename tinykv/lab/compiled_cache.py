@@ -7,6 +7,7 @@ compiler on a CPU, and Triton on a GPU. What is compiled is `scores` and `output
 values.
 """
 import math
+import warnings
 from functools import lru_cache
 
 import torch
@@ -89,8 +90,38 @@ def run(function, x, rows, *tables):
     return COMPILED[function, rows.codec.simdlen](x, rows.codec, rows.codes, *tables)
 
 
+def sparse(places, x, shape, n, kind, cos=None, sin=None):
+    """Numbers x at places in (B, Hkv, n, d) as a matrix for `product`: (B * Hkv * n, B * Hkv * d) of keys; of values it
+    is transposed. shape: (B, Hkv, .., d). cos, sin (n, d/2): of keys before RoPE, whose numbers it turns."""
+    B, Hkv, _, d = shape
+    row, channel = places // d, places % d  # (N) both
+    if cos is not None:  # each number also reaches the other channel of its pair
+        token, pair = row % n, channel % (d // 2)  # (N) both
+        cos, sin = cos[token, pair], sin[token, pair] * torch.where(channel < d // 2, 1, -1)  # (N) both
+        x = torch.cat([x * cos, x * sin])  # (2 N)
+        row, channel = row.repeat(2), torch.cat([channel, (channel + d // 2) % d])  # (2 N) both
+    index = torch.stack([row, row // n * d + channel])  # (2, N or 2 N)
+    size = B * Hkv * n, B * Hkv * d
+    if kind == "v":
+        index, size = index.flip(0), size[::-1]
+    with warnings.catch_warnings():  # torch calls these matrices a beta
+        warnings.simplefilter("ignore")
+        return torch.sparse_coo_tensor(index, x, size, check_invariants=False).to_sparse_csr()
+
+
+def product(matrix, x):
+    """A matrix of `sparse` times x (B, Hkv, R, columns) -> (B, Hkv, R, rows)."""
+    B, Hkv, R, _ = x.shape
+    out = matrix @ x.transpose(2, 3).reshape(-1, R)  # (B * Hkv * rows, R)
+    return out.view(B, Hkv, -1, R).transpose(2, 3)
+
+
 class CompiledLayer(LayerCache):
     """A layer whose `update` returns, for one new token of each sequence, the attention's output (B, H, 1, d)."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.apart = {"k": (0, None), "v": (0, None)}  # coded tokens, and the matrix of what `pieces` leave out
 
     def for_attention(self, q, seen):
         if q.shape[2] > 1:
@@ -116,7 +147,10 @@ class CompiledLayer(LayerCache):
             tables = [x[:n, x.shape[1] // 2:] for x in (cos, sin)]  # (n, d/2) both
         s = q @ recent.transpose(-2, -1)  # (B, Hkv, R, r)
         if n:
-            s = torch.cat([run(scores, q, rows, *tables), s], dim=-1)  # (B, Hkv, R, S)
+            coded = run(scores, q, rows, *tables)  # (B, Hkv, R, n)
+            if (apart := self.matrix(rows, *tables)) is not None:
+                coded += product(apart, q)
+            s = torch.cat([coded, s], dim=-1)  # (B, Hkv, R, S)
         if kept is not None:
             index, _ = places(rows, q)  # (B, Hkv, R, p)
             kept = kept.float()
@@ -135,7 +169,21 @@ class CompiledLayer(LayerCache):
             out = p.gather(-1, index) / times @ rows.kept_rows.float()
             p.scatter_(-1, index, 0)
         out = out + p[..., n:] @ rows.recent.float()  # (B, Hkv, R, d)
-        return out + run(outputs, p[..., :n].contiguous(), rows) if n else out
+        if n:
+            p = p[..., :n].contiguous()  # (B, Hkv, R, n)
+            out = out + run(outputs, p, rows)
+            if (apart := self.matrix(rows)) is not None:
+                out += product(apart, p)
+        return out
+
+    def matrix(self, rows, *tables):
+        """`Codec.apart` of the rows as a sparse matrix, made when tokens are quantized; None if nothing is apart."""
+        n, matrix = self.apart[rows.kind]
+        if n != rows.n_coded:
+            apart = rows.codec.apart(rows.codes)
+            matrix = None if apart is None else sparse(*apart, rows.recent.shape, rows.n_coded, rows.kind, *tables)
+            self.apart[rows.kind] = rows.n_coded, matrix
+        return matrix
 
     def next_length(self):
         """An evaluation, too, reads a stream token by token."""
