@@ -5,12 +5,8 @@ WRONG = {
         "            if positions is None:\n"
         "                self.keys.kept_positions = self.values.kept_positions = None\n"
         "            if positions is not None:\n"),
-    "keeps_32_bits": ("rows = rows.to(torch.float16)", "rows = rows.float()"),
-    "pins_what_is_decoded": ("rows = self.read()", "self.kept_positions = None\n        rows = self.read()"),
     "kept_tokens_count": ("self.codec.encode(oldest, ignore)", "self.codec.encode(oldest)"),
-    "counts_the_quantized": ("waiting = self.length - self.keys.n_coded", "waiting = self.length"),
     "paper_quantizes_all_again": ("            return waiting\n", "            return self.length\n"),
-    "blocks_under_paper": ('if self.protocol == "paper":', "if False:"),
     "asks_always": ("if n > 0:", "if True:"),
     "needs_n_tokens": ("torch.arange(min(self.preserve, layer.length))", "torch.arange(self.preserve)"),
     "forgets_the_batch": ("first.repeat(layer.keys.recent.shape[0], 1)", "first[None]"),

@@ -7,8 +7,6 @@ WRONG = {
     "window_one_too_large": ("<= length - recent:", "< length - recent:"),
     "quantizes_twice": ("while n_coded + n + block", "while n + block"),
     "forgets_the_window": (" + (T - coded) * d * 16", ""),
-    "no_magnitudes": ("keys.float().abs().sum(dim=-1)", "keys.float().sum(dim=-1)"),
-    "euclidean": ("keys.float().abs().sum(dim=-1)", "keys.float().norm(dim=-1)"),
     "added_up_in_fp16": ("keys.float().abs().sum(dim=-1)", "keys.abs().sum(dim=-1)"),
     "newcomers_in_fp16": ("new = self.size(rows.recent[:, :, :n])", "new = self.size(rows.recent[:, :, :n]).half()"),
     "layers_counted_from_1": ("layer_cache.layer < self.skip_layers", "layer_cache.layer <= self.skip_layers"),

@@ -5,17 +5,8 @@ WRONG = {
         "rows = [row for i, row in enumerate(x) if kept is None or not kept[i]]",
         "rows = [row if kept is None or not kept[i] else row * 0 for i, row in enumerate(x)]"),
     "groups_by_the_width": ("torch.stack([lo, hi], dim=1)", "torch.stack([hi - lo], dim=1)"),
-    "centre_turned_around": ("centre * towards_middle + (1 - centre) *", "(1 - centre) * towards_middle + centre *"),
-    "no_smallest_step": ("h.clamp(SMALLEST, LARGEST)", "h"),
     "no_largest_zero": ("z.clamp(-LARGEST, LARGEST)", "z"),
-    "zero_is_not_negative": ("z.clamp(-LARGEST, LARGEST)", "z.clamp(0, LARGEST)"),
     "one_alpha_for_all_groups": ("(low, high, bits, alpha[g], centre[g])", "(low, high, bits, alpha[0], centre[0])"),
-    "codes_in_the_order_of_groups": (
-        "    return codes, torch.stack",
-        "    codes = codes[:, group.argsort(stable=True)]\n    return codes, torch.stack"),
-    "codes_before_rounding": (
-        "        h, z = h.to(FP8), z.to(FP8)\n        real = (part - z.float()[:, None]) / h.float()[:, None]\n",
-        "        real = (part - z[:, None]) / h[:, None]\n        h, z = h.to(FP8), z.to(FP8)\n"),
     "mean_for_the_sum": ("errors[:, group == g].sum()", "errors[:, group == g].mean()"),
     "no_weights": (" * weight[:, None]", ""),
     "weights_squared": (" * weight[:, None]", " * weight[:, None] ** 2"),
