@@ -243,7 +243,7 @@ def results():
         f"{len(claimed) - verdicts['-']} claims that the papers make: {verdicts['same']} hold on SmolLM2, "
         f"{verdicts['**other**']} come out otherwise, and {verdicts['open']} are open",
         so(not verdicts["none, as there"], "hold on SmolLM2"),
-        f"found tokens gain {less(KVSINK + OTHER_TEXT, PFN + OTHER_TEXT)} beside the first five ("
+        f"found tokens gain {less(KVSINK + OTHER_TEXT, PFN + OTHER_TEXT)} over the first five ("
         + so(compared(row_of(KVSINK + OTHER_TEXT), row_of(PFN + OTHER_TEXT))[2] > 0.05, "three calibrations, too few"),
         f"(`--formula offset`) it loses {less(OSCAR + OFFSET, OSCAR)} less",
         so([finding(claim, "embedded").sign in ("less", "more") for claim in CLAIMS["OScaR"]] == 8 * [False] + [True],
