@@ -73,6 +73,8 @@ def main():
                 (args.folder / folder / file).write_text(text, encoding="utf-8")
         (args.folder / "README.md").write_text(README, encoding="utf-8")
         (args.folder / ".pytest.ini").write_text(PYTEST, encoding="utf-8")
+        ignored = (ROOT / ".gitignore").read_text(encoding="utf-8")  # there, git carries starters and answers
+        (args.folder / ".gitignore").write_text(re.sub("docs/course/.*\n", "", ignored), encoding="utf-8")
         workflow = args.folder / ".github" / "workflows" / "assignments.yml"
         workflow.parent.mkdir(parents=True)
         numbered = ", ".join(folder.name for folder in here.values())

@@ -744,6 +744,10 @@ def test_a_repository_to_hand_out_holds_no_answer(run, tmp_path, monkeypatch):
     for page in out.rglob("*.md"):
         for target in re.findall(r"\]\(([\w./-]*\w)[)#]", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), (page, target)
+    for words in ("init", "-q"), ("add", "."):  # what a student clones, and what a push carries
+        subprocess.run(["git", "-C", out, *words], check=True)
+    cloned = subprocess.check_output(["git", "-C", out, "ls-files"], text=True).splitlines()
+    assert {*starters, "docs/course/1-affine/page.py", "docs/course/1-affine/notebook.ipynb"} <= {*cloned}
 
 
 @pytest.mark.whole
