@@ -6,9 +6,11 @@
 import math
 from pathlib import Path
 
+from tinykv import UserError, hf  # before torch: it says how torch's threads wait
+
+# isort: split
 import torch
 
-from tinykv import UserError, hf
 from tinykv.evaluate import measure
 from tinykv.lab import cli, shared_flags
 from tinykv.lab.data import load_windows

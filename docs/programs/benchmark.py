@@ -17,12 +17,14 @@ import time
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tinykv import hf, one_of  # before torch: it says how torch's threads wait
+
+# isort: split
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import trange
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tinykv import hf, one_of
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.hf import EMBEDDED

@@ -2,7 +2,11 @@
 to 1e-4 of numbers of size 1, as an angle of RoPE's is a sum of two; outputs of 16 bits are the nearest. Most tests call
 the functions as they are (conftest.py): to compile them takes seconds.
 """
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -255,3 +259,19 @@ def test_a_compiled_cache_under_another_attention():
     model.use_attention("fused")
     with pytest.raises(UserError, match="use_attention"):
         model(tokens_of(2, 1), CompiledCache(model, METHODS["kivi"](model.config)))
+
+
+@pytest.mark.parametrize("program", ["eval_ppl.py", "train_intact.py", "docs/programs/benchmark.py"])
+def test_threads_wait_asleep(program):
+    """OMP_WAIT_POLICY is set when a program first asks for torch, which reads it once."""
+    asked = ("import os, runpy, sys\n"
+             "class Asked:\n"
+             "    def find_spec(name, *others):\n"
+             "        if name == 'torch':\n"
+             "            sys.exit(os.environ.get('OMP_WAIT_POLICY') != 'PASSIVE')\n"
+             "sys.meta_path.insert(0, Asked)\n"
+             "runpy.run_path(sys.argv[1], run_name='__main__')")
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", asked, program], cwd=root, env=environ | {"PYTHONPATH": str(root)})
+    assert done.returncode == 0
