@@ -378,7 +378,7 @@ def serving():
     long, fp8_long = (loss(f"{name} --context 4096") for name in (row, fp8))
     as_fp8 = f"{loss(row):.3f}" == f"{loss(fp8):.3f}" and long < fp8_long
     return [so(keys > of_values, f"loses {keys:.3f} nats, with nvfp4 for the values alone {of_values:.3f}"),
-            so(as_fp8, f"takes {float(bits(row))} bits and loses {loss(row):.3f} in texts of 512 tokens, as fp8 does, "
+            so(as_fp8, f"takes {float(bits(row))} bits. It loses {loss(row):.3f} in texts of 512 tokens, as fp8 does, "
                f"and {long:.3f} in texts of 4,096, where fp8 loses {fp8_long:.3f}")]
 
 
