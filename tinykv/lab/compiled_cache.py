@@ -8,6 +8,7 @@ values.
 """
 import math
 import warnings
+from copy import copy
 from functools import lru_cache
 
 import torch
@@ -81,13 +82,17 @@ def run(function, x, rows, *tables):
     """`scores` or `outputs` of the coded tokens of a CachedRows; compiled, once for all lengths."""
     if rows.n_coded < LEAST:
         return function(x, rows.codec, rows.codes, *tables)
-    for tensor in vars(rows.codes).values():
+    # integer zero points become floats before the loop: torch makes no vectors of int16
+    codes = copy(rows.codes)
+    if getattr(codes, "zero", codes.packed).dtype == torch.int16:
+        codes.zero = codes.zero.float()
+    for tensor in vars(codes).values():
         torch._dynamo.maybe_mark_dynamic(tensor, 2)
     for table in tables:
         torch._dynamo.maybe_mark_dynamic(table, 0)
     if function is outputs:
         torch._dynamo.maybe_mark_dynamic(x, 3)
-    return COMPILED[function, rows.codec.simdlen](x, rows.codec, rows.codes, *tables)
+    return COMPILED[function, rows.codec.simdlen](x, rows.codec, codes, *tables)
 
 
 def sparse(places, x, shape, n, kind, cos=None, sin=None):
