@@ -31,7 +31,9 @@ def test_page(sub, rng, same):
         before[..., -block:] = False
         for layer in (1, 2):
             pool, now = rng.randint(1, 3), before.clone()
-            cache = SimpleNamespace(block=block, pool=pool, read=lambda *_, keys=keys: keys.clone())
+            rows = {(layer, "k"): keys, (layer, "v"): keys.flip(2), (layer - 1, "k"): keys.flip(2)}
+            cache = SimpleNamespace(block=block, pool=pool)
+            cache.read = lambda layer, kind, rows=rows: rows[layer, kind].clone()
             sub.ott(cache, layer, now)
             same(now, f"ott in layer {layer}, pool = {pool}, block = {block}, kept so far {before.tolist()}, sums of "
                  f"magnitudes {keys.abs().sum(-1).tolist()}: what is kept now. The smallest of those that are "

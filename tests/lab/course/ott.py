@@ -28,6 +28,7 @@ PAGE = {
     "the_largest": ("topk(cache.pool, largest=False)", "topk(cache.pool)"),
     "no_magnitude": ("keys.abs().sum(-1)", "keys.sum(-1)"),
     "one_less": ("topk(cache.pool,", "topk(cache.pool + 1,"),
+    "reads_values": ('cache.read(layer, "k")', 'cache.read(layer, "v")'),
     "the_others_leave": (
         "kept.scatter_(2, smallest, True)", "kept[:] = torch.zeros_like(kept).scatter(2, smallest, True)"),
 }
