@@ -108,7 +108,8 @@ def list_methods():
     """Print each method: its name, the first line of its file, its settings."""
     for method, cls in METHODS.items():
         settings = [name if value is None else f"{name}={value}" for name, value in settings_of(cls).items()]
-        print(f"{method:8} {inspect.getmodule(cls).__doc__.splitlines()[0]}")
+        first_line, *_ = (inspect.getmodule(cls).__doc__ or cls.__name__).splitlines()
+        print(f"{method:8} {first_line}")
         print(f"{'':8} {', '.join(settings) or 'no settings'}")
 
 
