@@ -54,7 +54,7 @@ class Result:
 
 
 def sum_of(results):
-    """The sum of `Result`s: of the parts of the windows, or of the draws of a calibration."""
+    """The sum of the `Result`s of the draws of a calibration."""
     total = Result()
     for result in results:
         for name in ("nll", "nll_along", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets",
