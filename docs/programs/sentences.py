@@ -157,12 +157,6 @@ def analysis():
     at_sinks = [*range(3, 11), *late]  # layers
     n_second = sum(len(found) > 1 for found in small["sinks at"])  # windows with a second sink
     out, consistency = plain(smol("outliers", "out", range(30))), min(plain(smol("bias", "consistency", at_sinks)))
-    bias, bias_kept, smol_bias, smol_bias_kept = (
-        dict(zip(of("widths", "bits", kept=kept), of("widths", "bias change", kept=kept, model=model)))
-        for model in ("embedded", "SmolLM2") for kept in ("nothing", "sinks"))
-    two, two_kept, smol_two, smol_two_kept = (
-        of("widths", "change", kept=kept, bits=2, model=model)[0]
-        for model in ("embedded", "SmolLM2") for kept in ("nothing", "sinks"))
     n_exact, left = of("prefix", "n"), of("prefix", "last")
     none_exact, first_exact = of("prefix", "last", model="SmolLM2")
 
@@ -185,11 +179,6 @@ def analysis():
         f"{span(smol('cosine', 'sinks'))}, others {span(smol('cosine', 'others'))} (layers 3 to 9)",
         f"cosine {min(of('bias', 'consistency')):.2f} and more, the rest {span(seen('bias', 'rest'))}",
         f"{consistency:.2f} and more in layers 3 to 10 and 12 to 28",
-        so(0.9 < bias[4] < 1.1,
-           f"off by {each(seen('widths', 'change', kept='nothing', bits=4), '.3f')}, the bias by its whole size"),
-        so(0.9 < smol_bias[4] < 1.1, "at 4 bits: attention off by "
-           f"{each(seen('widths', 'change', model='SmolLM2', kept='nothing', bits=4), '.3f')}, the bias by its whole "
-           "size |"),
         f"removes {1 - first_exact / none_exact:.0%} of the last layer's error |",
         f"the largest step is a factor of {max(of('keys', 'cliff')):.1f}",
         f"a factor of {span(smol('keys', 'cliff', late), '.1f')} in layers 12 to 28, and "
@@ -215,9 +204,6 @@ def analysis():
         f"| 0% | {smol_change('channel-static', '.0%')} |",
         f"their values have {of_sinks('embedded')} times the others' error on the embedded model, and "
         f"{of_sinks('SmolLM2')} times on SmolLM2",
-        so(bias[8] < 0.1 < bias[7] and smol_bias[8] < 0.1 < smol_bias[7], "only at 8 bits, on both models"),
-        f"at 4 bits is {bias_kept[4]:.2f} on the embedded model and {smol_bias_kept[4]:.2f} on SmolLM2",
-        f"keeping the sinks removes only {1 - two_kept / two:.0%} and {1 - smol_two_kept / smol_two:.0%} of",
         # OTT, IntactKV, AnTKV
         f"In layer 2, {each(at('keys', 'sinks', [2]), '.0%')} of the keys",
         so(left[2] - left[3] > 3 * (left[1] - left[2]), f"as the {n_exact[2] - n_exact[1]:.0f} tokens between"),

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinykv.cache import KVCache
-from tinykv.lab.analysis import anchors, bias, cosine, errors, keys, norms, outliers, prefix, sinks, widths
+from tinykv.lab.analysis import anchors, bias, cosine, errors, keys, norms, outliers, prefix, sinks
 from tinykv.lab.analysis.walk import Text, mean, recorded, rows_of, walk
 from tinykv.lab.weights import RTN, quantize
 from tinykv.lab.weights.linear import LINEARS
@@ -50,7 +50,7 @@ def small(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "softmax", lambda x, *a: (seen.append(x.shape[-2]), softmax(x, *a))[1])
     for module, name, number in (
             (antkv, "MAX_SCORES", 1), (antkv, "MIN_QUERIES", 1), (sinks, "SPAN", SPAN), (sinks, "FEWEST", FEWEST),
-            (sinks, "HEADS", 0.5), (keys, "MOST", MOST), (errors, "GROUP_SIZE", GROUP), (widths, "WIDTHS", (2, 5))):
+            (sinks, "HEADS", 0.5), (keys, "MOST", MOST), (errors, "GROUP_SIZE", GROUP)):
         monkeypatch.setattr(module, name, number)
     return seen
 
@@ -269,32 +269,6 @@ def test_table_1(known_sinks):
         assert row["change"] == pytest.approx(wanted[after] / wanted[before] - 1, rel=1e-2, abs=1e-3)
 
 
-def test_figure_7(known_sinks):
-    text, layers = known_sinks
-    rows = widths.measure(text)
-    assert [(row["bits"], row["kept"]) for row in rows] == [
-        (16, "nothing"), (2, "nothing"), (5, "nothing"), (2, "sinks"), (5, "sinks")]
-    for row in rows:
-        found, kept = [], row["kept"] == "sinks"
-        for layer, (w, s) in itertools.product(range(L), enumerate(text.marks.numpy())):
-            p, now = layers[w][layer], {}
-            for kind in "kv":
-                x = read = getattr(p, kind)
-                if row["bits"] < 16:
-                    read = as_read(layers, layer, w, kind, "token-static", row["bits"], not kept)
-                now[kind] = np.where(s[:, None] & kept, x, read)
-            new = SimpleNamespace(v=now["v"], A=attention(text.model, p.q, now["k"]))
-            seen_by = p.sees[:, s].any(1) & ~s  # (T)
-            exact, changed = parts(p, s)[0][:, seen_by], parts(new, s)[0][:, seen_by]
-            mass, new_mass = (x.A[:, seen_by][..., s].sum(-1) for x in (p, new))
-            found.append([new_mass.mean(), np.abs(new_mass - mass).mean(),
-                          norm(changed - exact).mean() / norm(exact).mean(),
-                          ((exact * changed).sum(-1) / norm(exact) / norm(changed)).mean()])
-        for name, number in zip(widths.NUMBERS, np.mean(found, 0)):
-            exact = row["bits"] == 16 and name != "attention"
-            assert row[name] == (None if exact else pytest.approx(number, rel=2e-3))
-
-
 # AnTKV's scores
 
 @given(st.permutations(range(7)), st.permutations(range(7)))
@@ -313,7 +287,7 @@ def test_anchors_are_ranked_by_their_damage(case):
     text = Text(model, torch.randint(0, 41, (1, 200)), torch.zeros(1, 200, dtype=torch.bool), layer=1,
                 calibration=torch.randint(0, 41, (2, 200)))
     rows = {(row["of"], row["ranked by"]): row for row in anchors.measure(text, "d8m16")}
-    assert len(rows) == 9
+    assert len(rows) == 6
     for (of, by), row in rows.items():
         ceiling = rows[of, "itself (ceiling)"]
         assert by != "itself (ceiling)" or row["rank by layer"] == pytest.approx([1, 1])

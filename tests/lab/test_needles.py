@@ -1,10 +1,6 @@
-"""docs/programs: numbers in a text, and what a key's rounding error does to logits."""
-from types import SimpleNamespace
-
-import marks
+"""docs/programs/needles.py: numbers in a text, and a table that is copied."""
 import needles
 import pytest
-import torch
 
 from tinykv import UserError, hf
 from tinykv.evaluate import measure
@@ -58,23 +54,6 @@ def test_a_table_is_copied_up_to_the_first_wrong_token(loaded):
     tokens[begin + 4] = model(tokens[None, :begin + 4])[0, -1].argmax()  # right, but too late
     assert needles.copied(model, method, tokens, begin) == 3
     assert needles.table(tokenizer, random)[0].tolist() != tokens.tolist()  # another table
-
-
-@pytest.mark.parametrize("queries, common", [(torch.ones(1, 2, 200, 4), 1.0), (None, 0.0)])
-def test_the_part_of_logit_errors_that_all_queries_have_in_common(queries, common):
-    """All of it for equal queries; none for queries that point in as many directions as there are."""
-    chance = torch.Generator().manual_seed(0)
-    if queries is None:
-        queries = torch.randn(1, 2, 200, 4, generator=chance)
-    keys, wrong = (torch.randn(1, 1, 200, 4, generator=chance) for _ in range(2))
-    five = torch.arange(200) < 5
-    keys[:, :, five] *= 3
-    wrong[:, :, five] *= 2
-    codec = SimpleNamespace(encode=lambda x: x, decode=lambda x: x + wrong)
-    at = SimpleNamespace(k=keys, k_pre=keys, v=keys, q=queries, sliding=None)
-    norm, error, share, of_five, of_others, _ = marks.look_at_keys(at, five, codec, SimpleNamespace(rotate=lambda x: x))
-    assert of_five == pytest.approx(common, abs=0.06) and of_others == pytest.approx(common, abs=0.06)
-    assert 2 < norm < 4.5 and 1.3 < error < 3 and 0 < share < 1
 
 
 def test_more_windows_begin_with_the_same(loaded):

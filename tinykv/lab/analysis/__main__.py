@@ -19,10 +19,10 @@ from tinykv.lab.data import load_windows
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
 
-NAMES = ("sinks", "outliers", "norms", "cosine", "bias", "keys", "errors", "widths", "prefix", "anchors")
+NAMES = ("sinks", "outliers", "norms", "cosine", "bias", "keys", "errors", "prefix", "anchors")
 PHENOMENA = {name: importlib.import_module(f"tinykv.lab.analysis.{name}") for name in NAMES}  # each is a file
-NEED_SINKS = ("outliers", "norms", "cosine", "bias", "errors", "widths", "prefix")
-NEED_CALIBRATION = ("errors", "widths", "anchors")
+NEED_SINKS = ("outliers", "norms", "cosine", "bias", "errors", "prefix")
+NEED_CALIBRATION = ("errors", "anchors")
 
 
 # The command
@@ -36,7 +36,7 @@ def parser():
                    help=f"{', '.join(NAMES)}, or all: see below")
     add_flags(p, windows=4, longest=LONGEST)
     p.add_argument("--layer", metavar="L", type=int, help="the layer that figures show (default: the middle one)")
-    p.add_argument("--out", metavar="DIR", help="draw each as DIR/WHAT.png (default: nothing is drawn)")
+    p.add_argument("--out", metavar="DIR", help="draw the figures, as DIR/WHAT.png (default: nothing is drawn)")
     p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
     return p
 
@@ -87,7 +87,7 @@ def look(args):
             continue
         tables[name] = rows_of(module, text)
         print_table(tables[name], module.COLUMNS)
-        if args.out:
+        if args.out and hasattr(module, "draw"):
             plots.save(module.draw(text, tables[name]), Path(args.out, f"{name}.png"))
 
     # 4. the numbers

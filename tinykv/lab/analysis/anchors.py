@@ -1,7 +1,6 @@
-"""AnTKV's scores: how well they rank the tokens by the damage that quantizing each alone does to the attention output,
-and to the attention weights, which leaves V out (its Appendix D, Figure 9), by rank correlation and by the damage in
-the top 1%; by layer (of more than 8 the first, middle and last two), and the mean. The last row of each part is ranked
-by the damage itself, which no score can exceed.
+"""AnTKV's scores: how well they rank the tokens by the damage that quantizing each alone does to the attention output
+(its Appendix D), by rank correlation and by the damage in the top 1%; by layer (of more than 8 the first, middle and
+last two), and the mean. The last row of each part is ranked by the damage itself, which no score can exceed.
 
 The damage of a token is how much the attention output changes, in L1, if this token alone is quantized. Theorem 1
 bounds it for small errors; the scores of Eq. 5, by which AnTKV chooses, are a short form of the bound: see
@@ -21,16 +20,14 @@ COLUMNS = {"of": ("of", ""), "ranked by": ("ranked by", ""), "rank by layer": ("
 
 
 def damage(q, k, v, quantized_k, quantized_v, window=None):
-    """The L1 change of the attention output if token j alone is quantized, for every j: by its key, and by its value;
-    and that of the attention weights A, by its key.
+    """The L1 change of the attention output if token j alone is quantized, for every j: by its key, and by its value.
 
     q (B, H, T, d), k, v (B, Hkv, S, d), q and k rotated; quantized_k, quantized_v: the same rows as they are read from
-    their codes. Returns (B, Hkv, S) three times, summed over queries and query heads. This is exact: if the score of
+    their codes. Returns (B, Hkv, S) twice, summed over queries and query heads. This is exact: if the score of
     key j changes by delta, its weight and the output do by
 
         A_ij' - A_ij = m_ij (1 - A_ij)       where m_ij = A_ij (e^delta - 1) / (1 + A_ij (e^delta - 1))
         O_i' - O_i = m_ij (V_j - O_i)
-        |A_i' - A_i|_1 = 2 |A_ij' - A_ij|
 
     in 64 bits, so that a weight near 1 does no harm.
     """
@@ -38,7 +35,7 @@ def damage(q, k, v, quantized_k, quantized_v, window=None):
     dk = (quantized_k.double() - k.double()).repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
     dv = (quantized_v.double() - v.double()).repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
     v = v.double().repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
-    by_k, of_weights, received = torch.zeros(3, *dk.shape[:3], dtype=v.dtype, device=v.device)  # (B, H, S) each
+    by_k, received = torch.zeros(2, *dk.shape[:3], dtype=v.dtype, device=v.device)  # (B, H, S) each
     for tile, scores in score_tiles(q, k, window):  # (B, H, tile, seen)
         seen = scores.shape[-1]
         A = scores.double().softmax(-1)  # (B, H, tile, seen)
@@ -47,12 +44,11 @@ def damage(q, k, v, quantized_k, quantized_v, window=None):
         delta = q[:, :, tile].double() @ dk[:, :, :seen].transpose(-2, -1) * d ** -0.5  # (B, H, tile, seen)
         moved = A * delta.expm1() / ((1 - A) + A * delta.exp())  # (B, H, tile, seen)
         by_k[..., :seen] += (moved.abs() * distance).sum(2)
-        of_weights[..., :seen] += 2 * (moved.abs() * (1 - A)).sum(2)
         received[..., :seen] += A.sum(2)
     # a value's error reaches each output in proportion to the attention
     by_v = received * dv.abs().sum(-1)
     # the query heads of each KV head
-    return [x.unflatten(1, (k.shape[1], -1)).sum(2).float() for x in (by_k, by_v, of_weights)]  # (B, Hkv, S) each
+    return [x.unflatten(1, (k.shape[1], -1)).sum(2).float() for x in (by_k, by_v)]  # (B, Hkv, S) both
 
 
 # How well the scores rank the tokens: Appendix D
@@ -72,12 +68,11 @@ def rankings(at, codecs, rope):
     quantized_v = codecs.v.decode(codecs.v.encode(at.v))  # (1, Hkv, T, d)
 
     # (Hkv, T) each
-    by_k, by_v, of_weights = (x[0] for x in damage(at.q, at.k, at.v, quantized_k, quantized_v, at.sliding))
+    by_k, by_v = (x[0] for x in damage(at.q, at.k, at.v, quantized_k, quantized_v, at.sliding))
     score_k, score_v = (x[0] for x in anchor_scores(at.q, at.k, at.sliding))
     error_k = (quantized_k - at.k)[0].abs().sum(-1)
     error_v = (quantized_v - at.v)[0].abs().sum(-1)
-    return {"K": (by_k, score_k, error_k), "K, without V": (of_weights, score_k, error_k),
-            "V": (by_v, score_v, error_v)}
+    return {"K": (by_k, score_k, error_k), "V": (by_v, score_v, error_v)}
 
 
 def measure(text, vq="d8m256"):

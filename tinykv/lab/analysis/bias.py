@@ -6,7 +6,7 @@ consistent.
 import torch
 import torch.nn.functional as F
 
-from tinykv.lab.plots import draw_map, legend, lines_by_layer, new_figure, span, title
+from tinykv.lab.plots import legend, lines_by_layer, new_figure, span
 from tinykv.methods.antkv import attention_tiles
 
 COLUMNS = {"layer": ("layer", "d"), "attention": ("attention", ".2f"), "size": ("size", ".2f"),
@@ -67,19 +67,12 @@ def look(at, sinks):
 
 
 def draw(text, rows):
-    """The consistency by layer, and the bias of the head of the shown layer that attends to the sinks most."""
-    figure, (left, right) = new_figure(
-        1, 2, 9.2, 4, f"The sinks' part of the output points one way (mean cosine "
+    """The consistency by layer."""
+    figure, (panel,) = new_figure(
+        1, 1, 9.2, 4, f"The sinks' part of the output points one way (mean cosine "
         f"{span([row['consistency'] for row in rows], '.2f')} by layer); the rest: "
         f"{span([row['rest'] for row in rows], '.2f')}")
-    lines_by_layer(left, rows, {"consistency": "bias of Eq. 9", "rest": "rest of the output"})
-    left.set(ylabel="mean cosine of all pairs of tokens", ylim=(0, 1.02))
-    legend(left)
-
-    at, sinks = text.shown()
-    bias, _, attention = split_output(at, sinks, at.k, at.v)
-    head = int(attention.mean(1).argmax())
-    limit = bias[head].abs().quantile(0.99).item()
-    draw_map(right, bias[head], "channel", "bias", vmin=-limit, vmax=limit, cmap="PuOr")
-    title(right, f"bias: layer {at.layer}, head {head}")
+    lines_by_layer(panel, rows, {"consistency": "bias of Eq. 9", "rest": "rest of the output"})
+    panel.set(ylabel="mean cosine of all pairs of tokens", ylim=(0, 1.02))
+    legend(panel)
     return figure

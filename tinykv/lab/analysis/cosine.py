@@ -3,7 +3,6 @@ largest: how often a sink's key has the largest (KVSink Section 3.2, Figure 5a).
 """
 import torch.nn.functional as F
 
-from tinykv.lab.plots import label_ends, lines_by_layer, new_figure, span
 from tinykv.methods.antkv import score_tiles
 
 COLUMNS = {"layer": ("layer", "d"), "sinks": ("sinks", ".2f"), "others": ("other tokens", ".2f"),
@@ -28,13 +27,3 @@ def look(at, sinks):
         n_queries += cosine.shape[0] * cosine.shape[1]
     return {"sinks": totals["sinks"] / counts["sinks"], "others": totals["others"] / counts["others"],
             "largest": n_largest / n_queries}
-
-
-def draw(text, rows):
-    figure, (panel,) = new_figure(
-        1, 1, 9.2, 4, f"Cosine of a query with a sink's key: {span([row['sinks'] for row in rows], '.2f')} by layer; "
-        f"with another's: {span([row['others'] for row in rows], '.2f')}")
-    lines_by_layer(panel, rows, {"sinks": "sinks", "others": "other tokens"})
-    panel.set(ylabel="cosine of query and key, mean", ylim=(-1, 1))
-    label_ends(panel)
-    return figure

@@ -9,7 +9,6 @@ from tinykv.codecs.schemes import SCHEMES, make_codecs
 from tinykv.lab import cli
 from tinykv.lab.analysis.sinks import find_sinks
 from tinykv.lab.analysis.walk import by_layer, mean, walk
-from tinykv.lab.plots import GREY, legend, new_figure, style
 
 TABLE_1 = (("token-dynamic", "k"), ("token-dynamic", "v"), ("channel-dynamic", "k"),
            ("token-static", "k"), ("token-static", "v"), ("channel-static", "k"))
@@ -25,12 +24,6 @@ def stored_keys(at, scheme):
     """The keys where the scheme quantizes them, before RoPE or after: (1, Hkv, T, d)."""
     _, rope = SCHEMES[scheme]
     return at.k_pre if rope == "pre" else at.k
-
-
-def read_back(codec, x):
-    """x (1, Hkv, T, d) as it is read from its codes."""
-    codes = codec.encode(x)
-    return codec.decode(codes)  # (1, Hkv, T, d)
 
 
 @torch.no_grad()
@@ -73,7 +66,8 @@ def measure(text):
             for bits in BITS:
                 for column, kept, tokens in columns:
                     codec = getattr(codecs[scheme][bits, kept][at.layer], kind)
-                    error = read_back(codec, x) - x.float()  # (1, Hkv, T, d)
+                    read = codec.decode(codec.encode(x))  # (1, Hkv, T, d)
+                    error = read - x.float()  # (1, Hkv, T, d)
                     square = 100 * error[:, :, tokens].double().square()  # (1, Hkv, n, d)
                     errors[scheme, kind, bits, column] = torch.tensor([square.sum(), square.numel()])
         return errors
@@ -90,17 +84,3 @@ def measure(text):
             row["change"] = row[after] / row[before] - 1
             rows.append(row)
     return rows
-
-
-def draw(text, rows):
-    """The changes of the table, a dot for each number of bits."""
-    figure, (panel,) = new_figure(1, 1, 8.4, 3.6, "How sinks change the mean squared error of keys and values")
-    names = [f"{kind.upper()}, {scheme}" for scheme, kind in TABLE_1]
-    for i, bits in enumerate(sorted(BITS)):
-        changes = [100 * row["change"] for row in rows if row["bits"] == bits]
-        panel.plot(changes, names, label=f"{bits} bits", linestyle="none", **style(i))
-    panel.axvline(0, color=GREY, linewidth=1)
-    panel.invert_yaxis()
-    panel.set(xlabel="change of the error (%): groups with a sink, or (static) all tokens without sinks")
-    legend(panel)
-    return figure

@@ -6,7 +6,7 @@ A phenomenon is a file that has
     look(at, sinks)   -> what there is to measure at one layer of one window, of what `walk` returns; or, where a row is
                          something else than the means of a layer,
     measure(text)     -> the rows of the table, which --json writes whole
-    draw(text, rows)  -> its figure
+    draw(text, rows)  -> its figure, where it has one
 
 and its docstring says what it shows. A number in a row is the mean over windows, each counted once.
 
