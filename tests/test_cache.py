@@ -30,15 +30,6 @@ class Negating(Codec):
         return codes.packed
 
 
-def test_first_tokens_may_be_more_than_a_block():
-    model = model_of(1)
-    cache = KVCache(model, PFN(model.config, preserve=11, scheme="token-dynamic", block=8))
-    for chunk in tokens_of(1, 24).split(8, 1):
-        model(chunk, cache)
-    for rows in (cache.layers[1].keys, cache.layers[1].values):
-        assert rows.n_coded == 24 and rows.kept_positions[0, 0].tolist() == list(range(11))
-
-
 @given(st.data())
 def test_cached_rows_against_plain_lists(data):
     """Append, keep and quantize in any order; kept tokens may differ by sequence and head, come and go."""
@@ -146,11 +137,3 @@ def test_an_empty_cache_is_true_and_a_reset_takes_the_models_rope():
     cache.reset()
     tokens = tokens_of(1, 9)
     assert torch.equal(model(tokens, cache), model(tokens, KVCache(model, FP16(model.config))))
-
-
-def test_small_integers_name_the_tokens_to_keep():
-    rows = CachedRows(0, "k", Negating())
-    rows.append(torch.arange(300.0).view(1, 1, 300, 1))
-    rows.quantize(256)
-    with pytest.raises(UserError, match="token 0, which is neither"):  # as uint8, 0 - 256 is 0
-        rows.keep(torch.zeros(1, 1, 1, dtype=torch.uint8))

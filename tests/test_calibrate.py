@@ -141,14 +141,6 @@ def test_a_broken_model_teaches_nothing(name, weight, named):
             calibrate(model, METHODS[name](model.config), tokens_of(2, 20))
 
 
-def test_values_beyond_16_bits_teach_nothing():
-    """The model's own numbers are finite."""
-    model = copy.deepcopy(model_of(2))
-    model.model["layers"][1].self_attn.v_proj.weight.data *= 1e6
-    with pytest.raises(UserError, match="keys or values of layer 1"):
-        calibrate(model, METHODS["kvquant"](model.config, sensitivity="none"), tokens_of(2, 20))
-
-
 def test_a_method_is_shown_all_windows():
     """The embedding, and each layer's output."""
     model, windows, seen = model_of(2), tokens_of(3, 5), []
@@ -215,14 +207,6 @@ def test_a_calibration_that_was_interrupted_is_none():
         calibrate(model, method, tokens_of(2, 40, seed=1))
     with pytest.raises(UserError, match="not calibrated"):
         model(tokens_of(1, 9), KVCache(model, method))
-
-
-def test_what_calibrated_gives_is_a_copy():
-    method = METHODS["rtn"](model_of(2).config)
-    calibrate(model_of(2), method, tokens_of(2, 20))
-    before = method.codecs[0].k.scale.clone()
-    method.calibrated()["0.k.scale"].mul_(2)
-    assert method.codecs[0].k.scale.equal(before)
 
 
 def test_a_copied_method_has_tables_of_its_own():

@@ -75,23 +75,6 @@ def test_packing_is_the_plain_one(bits):
         assert unpack(packed, bits, n).tolist() == codes
 
 
-@pytest.mark.parametrize("bits", [1, TERNARY, 2, 3, 4, 5, 8, 10])
-@pytest.mark.parametrize("n", [1, 8, 12, 20, 64])
-def test_packed_rows_may_lie_anywhere(bits, n):
-    """Not only at whole words: some tokens of more, one, none, and views of other strides."""
-    largest = 2 if bits == TERNARY else 2 ** bits - 1
-    codes = torch.randint(0, largest + 1, (2, 3, n), generator=torch.Generator().manual_seed(0))
-    packed = pack(codes, bits)
-    for offset in range(4):
-        memory = torch.zeros(offset + packed.numel(), dtype=torch.uint8)
-        memory[offset:] = packed.flatten()
-        there = memory[offset:].view(packed.shape)
-        for part in (slice(None), slice(1), slice(1, 2), slice(0)):
-            assert unpack(there[part], bits, n).equal(unpack(packed[part].clone(), bits, n))
-            assert unpack(there[:, part], bits, n).long().equal(codes[:, part])
-        assert unpack(there.transpose(0, 1), bits, n).long().equal(codes.transpose(0, 1))
-
-
 # ---- integers
 
 GROUPS = [(4, 3), (4, 4), (4, 5), (16, 13), (None, 13), (1, 5)]  # sizes, whole and partial
@@ -169,23 +152,6 @@ def test_ignored_heads_do_not_count():
     assert not torch.equal(read, plain)
 
 
-def test_a_codec_may_change_what_affine_decodes():
-    """The cache reads what `decode` says, be it with recent rows or, with `joins` off, without them."""
-    class Doubled(Affine):
-        joins = False
-
-        def decode(self, codes):
-            return 2 * super().decode(codes)
-    x, recent = torch.randn(1, 2, 6, D), torch.randn(1, 2, 3, D)
-    plain, doubled = Affine(4, D), Doubled(4, D)
-    codes, own = plain.encode(x), doubled.encode(x)
-    assert plain.decode_before(recent, codes, 6).equal(torch.cat([plain.decode(codes), recent], dim=2))
-    assert doubled.decode_before(recent, own, 6).equal(torch.cat([2 * plain.decode(codes), recent], dim=2))
-    Doubled.joins = True  # which it is not: this is told, and not passed over
-    with pytest.raises(TypeError):
-        doubled.decode_before(recent, own, 6)
-
-
 # ---- levels and sparse outliers
 
 @st.composite
@@ -235,17 +201,3 @@ def test_levels_and_outliers_are_the_plain_ones(case):
     of_token = oracles.code_bytes(C, codec.bits) + (4 if codec.axis == "token" else 0) + (4 if codec.outliers else 0)
     assert codes.nbytes == B * T * of_token + 4 * count
     assert B * T == 1 or codes.nbytes == memory_of(vars(codes).values())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("axis", AXES)
-def test_outliers_keep_their_sixteen_bits(axis, dtype):
-    """Numbers with the whole precision of either type, some beyond fp16's range or below its smallest."""
-    x = torch.linspace(-0.4, 0.4, 8).to(dtype).repeat(2, 1)
-    odd = [1.0078125, -60928.0] if dtype == torch.float16 else [3.0 * 2 ** 100, -1.0078125]
-    x[0, 2], x[1, 5] = odd
-    codec = with_tables(NonUniform(1, 1, 8, axis, 1 / 8), torch.tensor([-1.0, 1.0])[:, None].expand(1, 1, 2, 8))
-    codes = codec.encode(x.view(1, 1, 2, 8))
-    assert codes.values.dtype == dtype and codes.values.flatten().tolist() == odd
-    read = codec.decode(codes)[0, 0]
-    assert [read[0, 2].item(), read[1, 5].item()] == odd

@@ -19,7 +19,6 @@ from tinykv.lab.data import Windows
 from tinykv.lab.differences import delta_error, p_value, paired
 from tinykv.lab.run import comparisons, flags
 from tinykv.lab.run.entries import build_entries
-from tinykv.lab.run.table import figures_of
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
@@ -222,14 +221,6 @@ def test_where_the_recent_part_is_at_its_mean_all_that_is_held_counts(model):
     assert found.bits[0] == pytest.approx(8 * found.cache_bytes / numbers)
 
 
-def test_the_bytes_of_a_cache_are_those_of_the_largest_window(model, windows):
-    sizes = iter([30, 90, 40, 20, 50])
-
-    class Sized(KVCache):
-        nbytes = property(lambda self: next(sizes))
-    assert measure(model, METHODS["fp16"](CONFIG), windows, cache_class=Sized).cache_bytes == 90
-
-
 # ---- differences, paired over windows and draws
 
 def synthetic(shift, noise=0.02, spread=0.5, n=16, seed=0):
@@ -316,13 +307,6 @@ def test_p_is_that_of_students_t(df, quantile):
         assert p_value(1000, df) == pytest.approx(2 / math.pi * math.atan(1 / 1000))
     if df == 2:
         assert p_value(1000, df) == pytest.approx(1 - 1000 / math.sqrt(1000 ** 2 + 2), rel=1e-4)
-
-
-def test_seconds_are_those_of_a_draw():
-    """Of two draws of two windows: the mean of 3 and 5 seconds."""
-    draws = [Result([1.0, 2.0], [0.0, 0.0], [2.0, 2.0], [2.0, 2.0], [0.0, 0.0], [5.0, 5.0], targets=18, seconds=seconds)
-             for seconds in (3.0, 5.0)]
-    assert figures_of(draws, draws)["seconds"] == 4
 
 
 @pytest.mark.parametrize("title, name, other", [

@@ -1,6 +1,5 @@
 """Files: read with a clear word, written whole or not at all, known by what made them."""
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,14 +21,6 @@ def test_the_target_of_a_link_is_replaced(tmp_path):
     write_json(linked, {"a": 1}, "thing")
     assert linked.is_symlink() and read_json(target) == read_json(linked) == {"format": "thing", "a": 1}
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_a_link_under_a_temporary_name_is_not_written_to(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    link(tmp_path / f".out.{os.getpid()}.tmp", victim)
-    files.write(tmp_path / "out", lambda part: part.write_text("new"))
-    assert victim.read_text() == "precious" and (tmp_path / "out").read_text() == "new"
 
 
 def test_what_fails_leaves_the_old_file(tmp_path):
@@ -81,17 +72,6 @@ def test_what_cannot_be_read_is_one_line(tmp_path, read, content, said):
     with pytest.raises(UserError, match=said) as caught:
         read(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("read", [read_json, read_text, lambda path: load_tensors(path, "thing")])
-def test_what_never_ends_is_not_read(tmp_path, read):
-    pipe(tmp_path / "pipe")
-    (tmp_path / "sparse").touch()
-    os.truncate(tmp_path / "sparse", 2 ** 40)
-    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path / "sparse"):
-        with pytest.raises(UserError) as caught:
-            read(path)
-        assert str(path) in str(caught.value)
 
 
 def test_a_text_has_neither_a_mark_nor_returns(tmp_path):

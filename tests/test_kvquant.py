@@ -6,7 +6,6 @@ import oracles
 import pytest
 import torch
 from planted import CONFIG, L, Planted, few_tries, h, random_rows
-from test_kmeans import best_loss, loss
 
 from tinykv.calibrate import calibrate
 from tinykv.codecs.nonuniform import BINS, Histogram, NonUniform
@@ -85,19 +84,6 @@ def test_levels_are_a_fixed_point_on_the_raw_numbers(sensitivity, outliers):
         at = np.abs(x[:, None] - levels[None]).argmin(1)
         moved = np.array([np.average(x[at == i], weights=w[at == i]) for i in range(len(levels))])
         assert np.abs(moved - levels).max() < 2 / BINS + 2 ** -11, (kind, moved - levels)
-
-
-def test_two_levels_are_the_best_there_are():
-    """Of all cuts of the numbers into two."""
-    rng = np.random.default_rng(1)
-    for _ in range(8):
-        middles, spreads = rng.uniform(-0.9, 0.9, 4), rng.uniform(0.02, 0.4, 4)
-        x = np.sort(np.concatenate([rng.normal(m, s, 100) for m, s in zip(middles, spreads)]).clip(-1, 1))
-        w = rng.exponential(size=400) ** 2
-        histogram = Histogram()
-        histogram.add(torch.tensor(x), torch.tensor(w))
-        levels = histogram.levels(2, q_norm=False).tolist()
-        assert loss(x, w, levels) <= best_loss(x, w, 2) * 1.01 + w.sum() * BINS ** -2
 
 
 @pytest.mark.parametrize("numbers, weights, n, levels", [

@@ -1,14 +1,11 @@
 """The command as a user meets it: the table, the JSON, and one clear line for what is wrong."""
 import json
 import math
-import os
 import re
-import runpy
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from unittest.mock import DEFAULT, MagicMock, Mock, call
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from tinykv.codecs.affine import Affine
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
-from tinykv.lab import cli, shared_flags, tables
+from tinykv.lab import shared_flags, tables
 from tinykv.lab.data import load_windows
 from tinykv.lab.differences import delta_error, paired
 from tinykv.lab.run import calibration, flags
@@ -74,15 +71,6 @@ def test_kvsink_is_shown_beside_what_it_is_compared_with(command):
     assert "kivi: group_size=128, recent=32, as the method" in command("--method", "ott", *SMALL)[1]
 
 
-def test_one_bar_counts_the_windows_of_all_rows(command, monkeypatch):
-    """Four of fp16, and four for each of two calibrations of rtn and of pfn, two at a time."""
-    bars = Mock(side_effect=lambda windows, *what, **unit: bar if windows is None else windows)
-    bar = MagicMock(__enter__=lambda bar: bar)
-    monkeypatch.setattr(cli, "bar", bars)
-    command("--method", "rtn,pfn", "--draws", "2", *SMALL, "--windows", "4", "--batch", "2")
-    assert call(None, "evaluating", 20) in bars.mock_calls and bar.update.mock_calls == [call(2)] * 10
-
-
 def test_json_has_the_table_and_the_table_fits_80_columns(rows_of, tmp_path):
     status, out, rows = rows_of("--method", "all", "--bits", "3", "--preserve", "2", "--protocol", "stream",
                                 "--seed", "3", *SMALL)
@@ -118,14 +106,6 @@ def test_wide_has_all_columns(rows_of):
     row = table(out)["rtn"]
     assert set(COLUMNS) < set(row) and row["bits"] == "4/1.5" and f"{rows['rtn']['kld']:.4f}" == row["KL"]
     assert row["+-"] == "-" and rows["rtn"]["delta_se"] is None  # one window has no spread
-
-
-def test_rows_are_compared_window_by_window(command):
-    """A row is not compared with itself, and one with no other of its settings with none."""
-    _, out, _ = command("--method", "rtn,pfn", "--scheme", "token-dynamic", "--bits", "3,2", "--vs", "rtn", *SMALL)
-    head, *lines = cells(out)
-    assert head == ["method", "vs", "nats a token", "+-", "t", "p", "t of KL", "p", "better on"]
-    assert [line[:2] for line in lines] == [["pfn bits=3", "rtn bits=3"], ["pfn bits=2", "rtn bits=2"]]
 
 
 def test_same_seed_same_table_other_seed_another(command):
@@ -388,14 +368,6 @@ def test_a_row_of_16_bits_is_not_said_to_keep_none(command):
     assert status == 0 and table(out)["intactkv"]["keep"] == "1" and "keeps none" not in out
 
 
-@pytest.mark.parametrize("closed, status, printed", [("stderr", 0, "rtn "), ("stdout", 2, "stdout is closed")])
-def test_a_closed_stream(command, monkeypatch, closed, status, printed):
-    """As of a daemon, or after `2>&-`: the table comes without notes; without a place for it there is no work."""
-    monkeypatch.setattr(sys, closed, None)
-    found, out, err = command("--method", "rtn", *SMALL)
-    assert found == status and printed in out + err and "evaluating" not in out
-
-
 def test_where_the_disk_is_full_the_table_is_printed(command, monkeypatch, tmp_path):
     """And the end says what was not written."""
     monkeypatch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
@@ -406,24 +378,9 @@ def test_where_the_disk_is_full_the_table_is_printed(command, monkeypatch, tmp_p
     assert len(said) == 3 and said[-1].startswith("eval_ppl.py: error: ") and "x.json" in said[-1]
 
 
-def test_a_terminal_that_knows_ascii_alone(tmp_path):
-    program = 'from tinykv.lab import cli\nwith cli.one_line(cli.Parser()):\n    print("\\u6f22")'
-    (tmp_path / "short.py").write_text(program)
-    done = subprocess.run([sys.executable, tmp_path / "short.py"], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"})
-    assert (done.returncode, done.stdout, done.stderr) == (0, "\\u6f22\n", "")
-
-
 def test_a_package_that_is_missing_is_named(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     assert "sentencepiece" in (line := refused(command, *SMALL)) and "pip install -r requirements.txt" in line
-
-
-def test_an_old_python_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "version_info", (3, 10, 4))
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(ROOT / "tinykv" / "__init__.py")
-    assert ended.value.code == 2 and "Python 3.11 or newer" in capsys.readouterr().err
 
 
 OWN = """
@@ -526,14 +483,6 @@ def test_a_notebook_shows_rows_as_tables_and_draws_them():
     assert [line.get_label() for line in rows.plot().axes[0].lines] == ["rtn"]
 
 
-@pytest.mark.parametrize("module, bars", [("ipykernel", True), ("nothing", False)])
-def test_a_notebook_shows_bars_and_no_steps(monkeypatch, capsys, module, bars):
-    monkeypatch.setitem(sys.modules, module, Mock())
-    assert cli.bar([], "calibrating").disable is not bars
-    cli.step("calibrating")
-    assert capsys.readouterr().err.count("calibrating\n") == (not bars)
-
-
 @pytest.mark.parametrize("error, status, said", [
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"), 2, ".*memory"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, ".*not enough memory"),
@@ -544,21 +493,6 @@ def test_what_the_machine_lacks_and_ctrl_c_are_one_line(command, monkeypatch, er
     wanted = rf"eval_ppl\.py: error: {said}.*\n" if said else r"\neval_ppl\.py: stopped\n"
     found, _, err = command("--method", "rtn")
     assert found == status and re.fullmatch(wanted, err), err
-
-
-@pytest.mark.whole  # a process of its own each
-def test_as_processes():
-    """Through the real command line: memory, a missing package, `head`."""
-    resource = pytest.importorskip("resource")  # Windows has none
-    def of(words, **how):
-        return subprocess.run(f"{sys.executable} {words}", shell=True, cwd=ROOT, capture_output=True, text=True, **how)
-    done = of("eval_ppl.py --method rtn --windows 64 --batch 64",
-              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (900 * 2 ** 20,) * 2))
-    assert done.returncode == 2 and "memory" in done.stderr.splitlines()[-1]
-    done = of("-S eval_ppl.py")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "pip install -r requirements.txt" in done.stderr
-    done = of("eval_ppl.py --list-methods | head -1")
-    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) == 1
 
 
 def test_triton_without_a_gpu_says_what_is_missing(command, monkeypatch):

@@ -1,6 +1,5 @@
 """Any decoder of transformers: its cache, tinykv/lab/transformers.py, and its perplexity, tinykv/lab/decoder.py."""
 import copy
-import threading
 from pathlib import Path
 
 import pytest
@@ -106,30 +105,6 @@ def test_a_padded_text_is_read_as_it_is_alone(name, method):
         assert alone.texts[0].part_bytes() == cache.texts[i].part_bytes() and alone.texts[0].part_bytes()["coded"]
         for rows, same in zip(cache.texts[i].layers, alone.texts[0].layers):
             torch.testing.assert_close(rows.keys.read(), same.keys.read(), atol=1e-2, rtol=1e-2)
-
-
-def test_two_threads_read_with_one_model_and_a_cache_each():
-    model = made("Llama 2, 3")
-    texts, found = [tokens_of(1, T, seed) for seed in (1, 2)], {}
-    caches = [MethodCache(model, decoders.method_of("kvsink", model, 2)) for _ in texts]
-    turn = threading.Barrier(2)
-    for layer in model.model.layers:  # each waits for the other in the middle of every layer
-        layer.mlp.register_forward_pre_hook(lambda *given: (turn.wait(timeout=20), None)[1])
-
-    def read(i):
-        with torch.no_grad():
-            model(texts[i][:, :-1], **{NAME: caches[i]})
-            found[i] = model(texts[i][:, -1:], **{NAME: caches[i]}).logits
-    threads = [threading.Thread(target=read, args=(i,)) for i in (0, 1)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    for layer in model.model.layers:
-        layer.mlp._forward_pre_hooks.clear()
-    for i, cache in enumerate(caches):
-        cache.reset()
-        with torch.no_grad():
-            model(texts[i][:, :-1], **{NAME: cache})
-            assert torch.equal(found[i], model(texts[i][:, -1:], **{NAME: cache}).logits)
 
 
 def test_a_copy_and_a_file_of_a_model_have_no_cache(tmp_path):

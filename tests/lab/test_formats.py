@@ -1,17 +1,14 @@
 """docs/examples/formats.py: every code's number, every tie, every format against its definition in plain Python, and
 the tests of all methods on a few cells.
 """
-import copy
 import math
 from pathlib import Path
 
 import invariants
-import key_bias
 import numpy as np
 import pytest
 import torch
 from cases import Case, each_rows, example_of, kept_of, model_of
-from safetensors.torch import save_file
 
 from tinykv import UserError
 from tinykv.cache import KVCache
@@ -168,24 +165,6 @@ def test_centred_keys_are_quantized_before_rope(formats, method, settings):
         assert isinstance(centred_k, Centred) and type(centred_k.codec) is type(k) and type(centred_v) is type(v)
 
 
-def test_keys_of_16_bits_need_no_mean(formats):
-    for exact in (METHODS["rtn"](model_of(1).config, 16, 4, "token-dynamic", centre="on"),
-                  formats.Formats(model_of(1).config, "fp16", "fp8", centre="on")):
-        assert isinstance(exact.codecs[0].k, Exact)
-
-
-def test_the_program_prints_the_norm_of_each_bias(run, one_layer, tmp_path):
-    planted = copy.deepcopy(model_of(1))
-    key_bias.plant(planted, 30)
-    bias, last = (layer.self_attn.k_proj.bias for layer in planted.model["layers"])
-    norm = 30 * 1.25 ** 0.5 * planted.config.num_key_value_heads ** 0.5
-    assert torch.equal(bias, last)
-    save_file({"model.layers.2.self_attn.k_proj.bias": 2 * bias, "model.layers.10.self_attn.k_proj.bias": bias.clone(),
-               "model.layers.2.self_attn.q_proj.bias": 3 * bias}, tmp_path / "model.safetensors")
-    assert run(key_bias, tmp_path) == (0, f"layer 2: {2 * norm:.1f}\nlayer 10: {norm:.1f}\n", "")
-    assert run(key_bias, one_layer)[1] == "its keys have no bias\n"
-
-
 @pytest.mark.parametrize("method, width, settings, said", [
     *(("Formats", width, {"scheme": scheme}, f"blocks of {size} channels, which do not divide a head's {width}$")
       for width, scheme, size in ((40, "q8_0", 32), (80, "q5_1", 32), (80, "mxfp4", 32), (40, "nvfp4", 16))),
@@ -198,11 +177,6 @@ def test_the_program_prints_the_norm_of_each_bias(run, one_layer, tmp_path):
 def test_what_is_refused(formats, method, width, settings, said):
     with pytest.raises(UserError, match=said):
         getattr(formats, method, METHODS.get(method))(model_of(1, width=width).config, **settings)
-
-
-@pytest.mark.parametrize("width, scheme", [(40, "fp8"), (40, "int8_per_token_head"), (80, "nvfp4")])
-def test_these_blocks_divide_the_head(formats, width, scheme):
-    formats.Formats(model_of(1, width=width).config, scheme)
 
 
 def test_the_first_tokens_stay_in_16_bits(formats):

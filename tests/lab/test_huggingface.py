@@ -257,13 +257,6 @@ def test_another_text_between_two_tokens_changes_nothing(name, models):
 
 # Refusals
 
-def test_wrong_objects_are_told_in_a_sentence(models):
-    own, theirs = models
-    method = built("fp16", own)
-    for wrong in ((own, method), (theirs.model, method), (theirs, "kivi"), (theirs, METHODS["kivi"]), (None, method)):
-        with pytest.raises(TypeError, match="takes a causal language model of transformers .* and a method"):
-            MethodCache(*wrong)
-
 
 def wrap(model):
     """As an adapter does it: the layer that the cache watches is a part of another."""

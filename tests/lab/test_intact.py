@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import json
 import re
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -285,20 +284,6 @@ def test_what_was_trained_is_what_is_evaluated(training, evaluating, tmp_path):
     assert "weights" in refused(evaluating, "--method", "intactkv", "--model", EMBEDDED, "--prefix", path)
 
 
-def test_a_prefix_of_a_tokenizer_without_bos(training, evaluating, one_layer, tmp_path):
-    """As a Qwen has it: no text that is trained on, calibrated on or evaluated on begins with BOS."""
-    folder, system = shutil.copytree(one_layer, tmp_path / "model"), tmp_path / "system.txt"
-    (folder / "tokenizer.model").unlink()
-    shutil.copy(EMBEDDED / "tokenizer.json", folder)
-    (folder / "tokenizer_config.json").write_text('{"bos_token": null}')
-    system.write_text("Balo lives in Eastwick.")
-    words = "--model", folder, "--weights", "gptq", "--w-bits", 2
-    assert training(*words, "--prefix", system, "--updates", 1, "--calib-windows", 1)[0] == 0
-    status, out, _ = evaluating(*words, "--method", "intactkv", "--prefix", tmp_path / "trained.safetensors",
-                                "--calib-windows", 1, "--bos", "none")
-    assert status == 0 and "prefix: the first 11 tokens of every window" in out
-
-
 def test_the_rows_of_each_model_are_its_own(training, tokenizer, monkeypatch, tmp_path):
     """awq folds scales into the values where each query head has its own KV head; only the quantized model has them.
     They are in what "none" reads, and not in what is trained for."""
@@ -423,12 +408,6 @@ def test_lists_of_quantizers_and_prefixes(evaluating, tmp_path):
     assert [(row["weights"], row["label"]) for row in written[1:]] == list(rows)[1:]
     assert len({row["ppl"] for row in written}) == len(rows) and written[4]["settings"]["prefix"] == "bos"
     assert rows["rtn-4", kinds[-1]]["bits"] == "3" and float(rows["rtn-4", kinds[-1]]["true"]) > 3
-
-
-def test_bos_alone_moves_no_window(evaluating):
-    with_prefix, without = (rows_in(evaluating("--method", name, "--weights", "rtn", "--wide")[1])
-                            for name in ("intactkv", "kivi"))
-    assert with_prefix["-", "fp16"]["ppl"] == without["-", "fp16"]["ppl"]
 
 
 def test_each_quantizer_has_a_prefix_of_its_own(tokenizer):

@@ -1,5 +1,4 @@
 """Tasks of lm_eval through the cache of any method, with questions of the embedded model's own language."""
-import runpy
 from itertools import islice
 from pathlib import Path
 
@@ -111,15 +110,6 @@ def test_generation_is_the_models_own(asked):
     assert expected.startswith(short) and len(short) < 20
 
 
-def test_an_answer_is_drawn_as_the_request_says(monkeypatch):
-    model, drawn = TinyKV(), []
-    monkeypatch.setattr("tinykv.model.pick_token", lambda logits, temperature, top_p, rng: drawn.append(
-        (temperature, top_p)) or logits.argmax(-1, keepdim=True))
-    generate(model, "Vehul", max_gen_toks=1, do_sample=True, temperature=0.7, top_p=0.9)
-    generate(model, "Vehul", max_gen_toks=1)
-    assert drawn == [(0.7, 0.9), (0.0, 1.0)]
-
-
 @pytest.fixture
 def prefixed(tmp_path):
     """Under a prefix of some words."""
@@ -165,22 +155,6 @@ def test_senseless_arguments_are_refused(settings, words):
         TinyKV(**settings)
 
 
-def test_one_method_on_quantized_weights_is_one_row():
-    for name in ("fp16", "rtn"):
-        model = TinyKV(method=name, weights="rtn", w_bits=3, calib_windows=1, context=64)
-        assert isinstance(model.method, METHODS[name])
-        assert type(model.model.model["layers"][0].mlp.up_proj) is not torch.nn.Linear
-
-
 def test_a_chat_template_is_refused_by_name():
     with pytest.raises(UserError, match="--apply_chat_template"):
         lm_eval.simple_evaluate(model="tinykv", tasks=["tales"], limit=1, task_manager=TASKS, apply_chat_template=True)
-
-
-def test_a_mistake_on_its_command_line_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: TinyKV(method="kvsnik"))
-    monkeypatch.setattr("lm_eval.api.registry.register_model", lambda name: lambda cls: cls)  # it is there already
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(Path(__file__).parents[2] / "tinykv/lab/run/lm_eval.py"), run_name="__main__")
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count("\n") == 1 and "did you mean kvsink" in err

@@ -61,13 +61,6 @@ def test_every_row_is_tried(name, what, monkeypatch, capsys):
         assert 0 <= float(bits) - float(found[1]) < 4
 
 
-def test_cells_are_printed_with_commands_and_with_what_is_not_known(run_paper):
-    status, out, _ = run_paper("KVSink", "Table 2", "--only", "LLaMA-2-7B", "--only", "wikitext2")
-    lines = out.splitlines()
-    assert status == 0 and "7.46" in lines[2] and lines[2].endswith("--method kvquant --bits 2 --outliers 0")
-    assert sum("eval_ppl.py" in line for line in lines) == 9 and lines[-1].startswith("unknown: ")
-
-
 def test_cells_are_measured_as_the_command_measures_them(run_paper, run, tmp_path):
     words = "IntactKV", "Table 1", "--only", "LLaMA-2-7B"
     status, out, _ = run_paper(*words, "--only", "RTN", "--try")
