@@ -143,9 +143,9 @@ def crossing():
     level_turned = cell(3, "static", "integer", rotated=True)
     in_range, own, quarter = (row.format(bits=3) for row in (*APART.values(), QUARTER))
     return {
-        "At 3 bits, the two ideas that add up are rotation and kept tokens": [
+        "At 3 bits, only rotation and kept tokens help each other": [
             list(map(verdict, TWO.values())).count(HELP) == 1],
-        "Rotation and kept tokens add up": [
+        "Rotation and kept tokens help each other": [
             verdict([static, kept, turned, kept_turned]) == HELP,
             verdict(TWO["per token, 3 bits | keep marked | rotation"]) == "multiply",
             {verdict(of, "embedded") for words, of in TWO.items() if "marked | rotation" in words} == {"open"}],

@@ -1,7 +1,4 @@
-"""What docs/crossing.md says of its cells (crossing.py): its tables, which pages.py writes, and its figure.
-
-    python docs/programs/crossed.py          draw docs/figures/crossing.png
-"""
+"""What docs/crossing.md says of its cells (crossing.py): its tables, which pages.py writes."""
 import itertools
 import math
 from functools import partial
@@ -9,15 +6,13 @@ from statistics import stdev
 
 import torch
 from crossing import APART, GRIDS, KEPT, NORMED, SIZE, SMALL, TURNS, ZEROS, cell
-from matplotlib.colors import LogNorm
-from results import ANTKV, CQ, ROOT, SERVED, UNIT, compared, named, shape_of
+from results import ANTKV, CQ, SERVED, UNIT, compared, named, shape_of
 from tables import NEEDLES, SMOL, beside_fp16, bits, lost, row_of, table
 
-from tinykv.lab import plots
 from tinykv.lab.differences import paired, standard_error
 
-SHADES = 0.05, 3  # nats of the figure's lightest shade, and of its darkest
 SHORT, TALES = " --context 512", " --context 512 --data tales"
+KIVIS = "KIVI's"
 COLUMNS = {f"{zero}, {kept} kept": (zero, kept) for zero in ZEROS for kept in KEPT}
 LINES = {f"{grid}{', rotated' * turn}": (grid, turn) for turn in TURNS for grid in GRIDS}
 
@@ -26,28 +21,6 @@ def of_cell(line, column, width=3):
     """The row of a line and a column of the first table, at so many bits."""
     (grid, turn), (zero, kept) = LINES[line], COLUMNS[column]
     return cell(width, grid, zero, kept, turn)
-
-
-# What an idea is worth: {idea: [(what it is added to, its row, the row with it)]}, the weakest surroundings first
-def steps(*cells, **more):
-    """(in words, row, row with more) of each (grid, zero, kept)."""
-    found = []
-    for choice in cells:
-        words = ", ".join(choice[:2]) + ", marked kept" * (choice[2] == "marked")
-        found.append((words, cell(3, *choice), cell(3, **(dict(zip(("grid", "zero", "kept"), choice)) | more))))
-    return found
-
-
-KIVIS = "KIVI's"
-IDEAS = {
-    "keep marked tokens": steps(("static", "offset", "none"), ("static", "integer", "none"), (KIVIS, "offset", "none"),
-                                kept="marked"),
-    "a level at 0": steps(("static", "offset", "none"), ("static", "offset", "marked"), (KIVIS, "offset", "none"),
-                          zero="integer"),
-    "KIVI's grid": steps(("static", "offset", "none"), ("static", "offset", "marked"), grid=KIVIS),
-    "rotation": steps(("static", "offset", "none"), ("static", "integer", "none"), ("static", "offset", "marked"),
-                      ("per token", "offset", "none"), (KIVIS, "offset", "none"), (KIVIS, "offset", "marked"),
-                      rotated=True)}
 
 
 def here(*rows):
@@ -61,8 +34,8 @@ def change(first, second, where=SHORT, model="SmolLM2", kind="nll"):
     return compared(row_of(second + where, model), row_of(first + where, model), kind)
 
 
-def changed(of, **how):
-    difference, error, _ = change(*of[-2:], **how)
+def changed(of):
+    difference, error, _ = change(*of, where="")
     return f"{difference:+.3f} ± {error:.3f}"
 
 
@@ -152,22 +125,6 @@ RECIPES = {
     "KIVI's, 4 bits": cell(4, KIVIS), "static, integer, 4 bits, marked kept": cell(4, "static", "integer", "marked"),
     "KIVI's of 64, 4 bits": SERVED["KIVI, 4 bits"], "llama.cpp's q4_0, rotated": SERVED["q4_0, rotated"],
     "KIVI's, 4 bits, marked kept, rotated": cell(4, KIVIS, "offset", "marked", True)}
-
-
-def ideas_table():
-    def left(of):
-        share, error = share_left(*of)
-        return f"{share:.0%} ± {error:.0%}"
-
-    def of_embedded(of):
-        """And whether its loss says the same where SmolLM2's differs."""
-        other = [embedded(row) for row in of]
-        (here, _, p), (there, _, p_there) = change(*of), change(*other, where="", model="embedded")
-        mark = "" if p > 0.01 else ", not seen" if p_there > 0.01 else ", opposite" if here * there < 0 else ""
-        return changed(other, where="", model="embedded") + mark
-    lines = {f"{idea} | {words}": of for idea, found in IDEAS.items() for words, *of in found}
-    return table("idea | added to | nats | of the loss, left | KL | nats, tales | embedded, 2 bits", lines, changed,
-                 left, partial(changed, kind="kl"), partial(changed, where=TALES), of_embedded)
 
 
 def divides(row, more):
@@ -267,7 +224,7 @@ def papers_table():
         return lambda found: of(found[i])
 
     def nats(found):
-        return changed(here(*found[1:]), where="")
+        return changed(here(*found[1:]))
 
     def facts(found):
         return more_answers(*found[1:])
@@ -278,25 +235,5 @@ def papers_table():
                  *(column(of, i) for i in (0, 1) for of in (where, nats, facts)))
 
 
-WRITTEN = {"cells": cells_table, "ideas": ideas_table, "factors": factors_table, "recipes": recipes_table,
+WRITTEN = {"cells": cells_table, "factors": factors_table, "recipes": recipes_table,
            "apart": apart_table, "papers": papers_table}
-
-
-def draw(path):
-    """A heat map of each model: a line a grid, a column what is done about sinks."""
-    figure, panels = plots.new_figure(1, 2, 11, 4.4, "Nats a token above 16 bits: grid by zero point and kept tokens")
-    for panel, (model, where, width) in zip(panels, (("SmolLM2", SHORT, 3), ("embedded", "", 2))):
-        losses = [[change("fp16", of_cell(line, name, width), where, model)[0] for name in COLUMNS] for line in LINES]
-        panel.imshow(losses, cmap="OrRd", norm=LogNorm(*SHADES), aspect="auto")
-        for y, of_line in enumerate(losses):
-            for x, loss in enumerate(of_line):
-                panel.text(x, y, f"{loss:.2f}", ha="center", va="center", color="white" if loss > 0.8 else "black")
-        panel.set(xticks=range(len(COLUMNS)), yticks=range(len(LINES)), title=f"{model}, {width} bits")
-        panel.set_xticklabels([column.replace(", ", ",\n") for column in COLUMNS])
-        panel.set_yticklabels(LINES if panel is panels[0] else [])
-        panel.grid(False)
-    plots.save(figure, path)
-
-
-if __name__ == "__main__":
-    draw(ROOT / "docs" / "figures" / "crossing.png")

@@ -26,7 +26,7 @@ import json
 import math
 import sys
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -44,7 +44,7 @@ from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
 from tinykv.hf.files import write
 from tinykv.lab.analysis import norms, outliers, sinks
-from tinykv.lab.analysis.walk import Text, mean, print_table, rows_of
+from tinykv.lab.analysis.walk import Text, print_table, rows_of
 from tinykv.lab.cli import Columns, Parser, one_line
 from tinykv.lab.data.windows import Windows
 from tinykv.lab.differences import paired
@@ -58,8 +58,6 @@ KINDS = ("softmax", "plus one", "logit", "gate")
 STEPS = 600
 EARLIER = (50, 100, 150, 200, 250, 300, 400, 500)  # steps at which PLAN's first models are looked at, too
 DRAWS = 3  # of the calibration; one at earlier steps
-SHARES = (0.0, 0.04, 0.12, 0.25, 0.4, 0.9)  # of refrains, in the figure
-SEEDS = (0, 1, 2)
 LOOK = replace(embedded_model.PHASES[0], rows=16)  # windows of 128 tokens for a look at the model, and a calibration
 TEST = replace(LOOK, rows=64)  # windows on which a loss is measured
 WAYS = {  # out of a grid that a sink breaks: {column: method, flags}
@@ -215,8 +213,8 @@ def rounded(row):
             round(value, 5) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def measure_all(path, plan, weights=None):
-    """Grow what the record has not yet. weights: a folder for the trained models."""
+def measure_all(path, plan):
+    """Grow what the record has not yet."""
     rows = read(path)
     for setting in plan:
         of_setting = setting._asdict()
@@ -226,9 +224,6 @@ def measure_all(path, plan, weights=None):
         for step, model in grow(setting, (*earlier, STEPS)):
             row = row_of(model, setting.chance, draws=DRAWS if step == STEPS else 1)
             rows.append(of_setting | {"step": step} | rounded(row))
-        if weights:
-            name = "-".join(map(str, setting)).replace(" ", "_")
-            write(weights / f"{name}.pt", partial(torch.save, model.state_dict()))
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
         write(path, lambda part, text=text: part.write_text(text, encoding="utf-8"))
         print_rows(rows[-1:])
@@ -399,23 +394,6 @@ def grown(triggers, seed):
     return model
 
 
-def draw(path):
-    """An inverted U: sinks, and the keys there, by the share of refrains."""
-    texts = {(share, seed): look_at(grown(share, seed), share) for share in SHARES for seed in SEEDS}
-    figure, panels = new_figure(1, 2, 9, 3.6,
-                                "Sinks come where refrains are rare, not where there are none (mean of blocks 1 to 3)")
-    shown = ((sinks, "first", "sink score of the first <s>"),
-             (norms, "k sinks", "norm of keys at <s>, over other tokens'"))
-    for panel, (module, column, what) in zip(panels, shown):
-        for i, seed in enumerate(SEEDS):
-            # over the blocks after the first, which has no sinks
-            means = [mean([row[column] for row in rows_of(module, texts[share, seed])[1:]]) for share in SHARES]
-            panel.plot(SHARES, means, label=f"seed {seed}", **style(i))
-        panel.set(xlabel="chance of a refrain at each step", ylabel=what)
-    legend(panels[0])
-    save(figure, path)
-
-
 def look(args):
     text = look_at(grown(args.triggers, args.seed), args.triggers)
     for module in (sinks, outliers, norms):
@@ -428,18 +406,14 @@ def main():
     p.add_argument("--triggers", type=float, default=0.12,
                    help="the chance of a refrain, a word that asks for a copy, at each step of a chant")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
-    p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of refrains, as PNG; a quarter of an hour")
     p.add_argument("--compare", action="store_true", help="the four attentions, a row each; five minutes")
     p.add_argument("--plot", action="store_true", help="draw figures/sinkless.png")
     p.add_argument("--measure", action="store_true", help="measure what docs/sinkless.jsonl has not yet; two hours")
-    p.add_argument("--weights", metavar="DIR", type=Path, help="keep the models of --measure")
     with one_line(p):
         args = p.parse_args()
         if not 0 <= args.triggers <= 1:
             raise UserError(f"--triggers is a share, from 0 to 1; got {args.triggers}")
-        if args.figure:
-            draw(args.figure)
-        elif args.plot:
+        if args.plot:
             plot(RECORD.parent / "figures" / "sinkless.png")
         elif args.compare:
             for kind in KINDS:
@@ -447,7 +421,7 @@ def main():
                 (_, model), = grow(setting)
                 print_rows([setting._asdict() | row_of(model, setting.chance, draws=1)], with_head=kind == KINDS[0])
         elif args.measure:
-            measure_all(RECORD, PLAN, args.weights)
+            measure_all(RECORD, PLAN)
         else:
             look(args)
 

@@ -3,13 +3,12 @@
     python docs/programs/needles.py --model path/to/SmolLM2 --text wikitext2-test.txt --out needles.txt
     python eval_ppl.py --model path/to/SmolLM2 --data needles.txt --context 384 --windows 20
     python docs/programs/needles.py --model path/to/SmolLM2 --text wikitext2-test.txt --measure
-    python docs/programs/needles.py --plot
 
 Every window is a piece of the text's first half with facts strewn among its sentences, "The secret number of Oslo is
 482.", as many in each fifth of its length, and ends with the same ones in another order, their numbers marked as
 answers. The first command writes such windows, for the column `answers`, and after them as much of the text's second
 half, to calibrate on. The third one measures answers by length and depth, for docs/needles.json, and how much of a
-table is copied, for docs/copied.json. The last one draws the answers.
+table is copied, for docs/copied.json.
 """
 import itertools
 import json
@@ -25,7 +24,6 @@ from results import ANTKV, FIVE, MARKED, ROOT, SERVED, calibrate_pair, named, re
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.hf import files
-from tinykv.lab import plots
 from tinykv.lab.cli import Parser, one_line
 from tinykv.lab.data import load_windows
 from tinykv.lab.data.windows import halves, spread
@@ -166,35 +164,12 @@ def measure(loaded, path):
                 print(f"{context} {row}: {sum(right for _, right, _ in found)} of {len(found)}", flush=True)
 
 
-def draw(record, path):
-    """The share of right answers by length and depth: a map a row."""
-    title = "SmolLM2-135M: numbers found in a text, by its length and their depth"
-    figure, panels = plots.new_figure(1, len(ROWS), 13.5, 2.9, title)
-    for panel, (label, row) in zip(panels, ROWS.items()):
-        seen = [[[right for depth, right, _ in record[str(context)][row] if depth == d] for context in CONTEXTS]
-                for d in range(DEPTHS)]
-        shares = torch.tensor([[sum(cell) / len(cell) for cell in of_depth] for of_depth in seen])  # (depths, lengths)
-        panel.imshow(shares, cmap="viridis", vmin=0, vmax=1, aspect="auto")
-        for d, of_depth in enumerate(seen):
-            for i, found in enumerate(of_depth):
-                panel.text(i, d, f"{sum(found)} / {len(found)}", ha="center", va="center", fontsize="small",
-                           color="white" if shares[d, i] < 0.6 else "black")
-        plots.title(panel, label)
-        panel.grid(False)
-        panel.set_xticks(range(len(CONTEXTS)), [f"{context:,}" for context in CONTEXTS])
-        panel.set_yticks(range(DEPTHS), [f"{(2 * d + 1) / (2 * DEPTHS):.0%}" for d in range(DEPTHS)])
-        panel.set_xlabel("tokens of the text")
-    panels[0].set_ylabel("depth of the fact")
-    plots.save(figure, path)
-
-
 def main():
     p = Parser(prog="python docs/programs/needles.py", description=__doc__)
     p.add_argument("--model", metavar="DIR", help="whose tokens are counted")
     p.add_argument("--text", metavar="FILE", help="its first half is what the facts are strewn in")
     p.add_argument("--out", metavar="FILE", type=Path, help="the windows, and what calibrates")
     p.add_argument("--measure", action="store_true", help="measure the rows that the records have not")
-    p.add_argument("--plot", action="store_true", help="draw figures/needles.png")
     with one_line(p):
         args = p.parse_args()
         if (args.out or args.measure) and not (args.model and args.text):
@@ -208,8 +183,6 @@ def main():
             loaded = hf.load(args.model)
             measure(loaded, args.text)
             measure_copies(loaded, args.text)
-        if args.plot:
-            draw(read_data(RECORD), ROOT / "docs" / "figures" / "needles.png")
 
 
 if __name__ == "__main__":

@@ -113,20 +113,11 @@ ZERO, ZERO4 = (f"--bits {width} --formula integer-zero" for width in (3, 4))
 CHANCE = "docs/programs/chance.py:Chance --bits 3 --threshold 0.1"
 CQ, ANTKV = (f"{name} --bits 2 --recent 0 --calib-windows 16" for name in ("cq", "antkv --anchors 1%"))
 OTHER_TEXT = " --calib-data pydoc.txt"  # Python's reference in English; of Python 3.11.7
-# what begins the name of a row that another program measures: train_intact.py, key_bias.py
+# what begins the name of a row that train_intact.py measured, or a program that is gone
 OWN, PREFIX, PLANTED = "QuantizedCache: ", "prefix of 46 tokens, rtn-3: ", "key bias "
-# and what was measured once: two windows of 4,096 as they are, and cut 2,048 tokens later
-FROM, STARTS = "from token ", (0, 2048)
-# key_bias.py: {label: row}, and {size of a planted bias: the labels that are measured}
-NOT_SERVED = {"int8_per_token_head": f"{FORMATS} --scheme int8_per_token_head",
-              "OTT, 4 bits": "ott --bits 4 --group-size 64",
-              "q4_0, rotated, centred": f"{FORMATS} --hadamard on --centre on --scheme q4_0",
-              "nvfp4, centred": f"{FORMATS} --centre on --scheme nvfp4",
-              "KIVI, 4 bits, centred": "rtn --bits 4 --centre on --group-size 64 --scheme channel-dynamic"}
-BIASED = {label: (SERVED | NOT_SERVED)[label] for label in (
-    "q8_0, rotated", "fp8", "int8_per_token_head", "KIVI, 4 bits", "OTT, 4 bits", "q4_0, rotated", "nvfp4",
-    "quanto, MLX: 4 bits", *NOT_SERVED)}
-BIASES = {0: NOT_SERVED, 600: BIASED}
+# formats that were once measured with a planted bias of the keys, and without one
+BIASED = ("q8_0, rotated", "fp8", "int8_per_token_head", "KIVI, 4 bits", "OTT, 4 bits", "q4_0, rotated", "nvfp4",
+          "quanto, MLX: 4 bits", "q4_0, rotated, centred", "nvfp4, centred", "KIVI, 4 bits, centred")
 STREAM = "--context 4096 --prompt 3840"
 LONG = {  # {flags of the windows: {row: pairs}}
     "--context 4096": {
@@ -171,14 +162,13 @@ def rows_of(model):
     return list(dict.fromkeys(["fp16", *rows, *long]))
 
 
-def at(row, where="--context 4096", start=None):
-    """A row of SmolLM2 in longer windows. start: of windows that are cut so many tokens later."""
-    name = named(f"{row} {where}", "SmolLM2")
-    return name if start is None else f"{FROM}{start}: {name}"
+def at(row, where="--context 4096"):
+    """A row of SmolLM2 in longer windows."""
+    return named(f"{row} {where}", "SmolLM2")
 
 
 def biased(label, size):
-    """The name of a row of key_bias.py. Without a bias, it is that of the table of serving.md where that has it."""
+    """The name of a row with a planted bias. Without one, it is that of the table of serving.md where that has it."""
     return SERVED[label] if size == 0 and label in SERVED else f"{PLANTED}{size}: {label}"
 
 

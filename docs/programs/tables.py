@@ -74,13 +74,6 @@ def along(row, part):
     return f"{results.along(row_of(row))[part][0]:.3f}"
 
 
-def moved(row):
-    """What tokens at the beginning of windows lose, and the same tokens 2,048 later."""
-    later, here = (SMOL[results.at(row, start=start)]["along"] for start in results.STARTS)
-    halves = [pair[:4] for pair in here], [pair[4:] for pair in later]
-    return " and ".join(f"{results.UNIT * mean(map(mean, half)):.2f}" for half in halves)
-
-
 def pairs(row):
     return str(len(row_of(row)["nll"][0]))
 

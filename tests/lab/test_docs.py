@@ -20,7 +20,6 @@ from unittest.mock import patch
 import conclusions
 import crossed
 import drawings
-import needles
 import notebook
 import numpy as np
 import pages
@@ -447,7 +446,7 @@ def test_a_table_of_the_data_without_its_end_is_found(tmp_path, monkeypatch):
 
 def test_the_rows_of_the_data_are_those_of_the_claims():
     data = results.read_data()
-    of_others = results.OWN, results.PREFIX, results.PLANTED, results.FROM
+    of_others = results.OWN, results.PREFIX, results.PLANTED
     assert not [row for model in results.NAMES for row in data[model]
                 if row not in results.rows_of(model) and not row.startswith(of_others)]
 
@@ -611,22 +610,17 @@ def test_a_method_has_its_drawing():
     assert all((folder / f"{name}.svg").read_text() == drawings.drawing(name) for name in drawings.DRAWN)
 
 
-@pytest.mark.parametrize("name, draw, record", [
-    ("loss", results.draw, results.DATA), ("length", results.draw_along, results.DATA),
-    ("needles", needles.draw, needles.RECORD)])
-def test_a_figure_shows_what_the_record_has(name, draw, record, tmp_path):
+@pytest.mark.parametrize("name, draw", [("loss", results.draw), ("length", results.draw_along)])
+def test_a_figure_shows_what_the_record_has(name, draw, tmp_path):
     """Drawn again, it has the same words and numbers; another number makes another figure."""
     kept = pages.ROOT / "docs" / "figures" / f"{name}.png"
     drawn = [tmp_path / f"{i}.png" for i in range(2)]
-    data = results.read_data(record)
+    data = results.read_data()
     draw(data, drawn[0])
     for rows in data.values():
         for row in rows.values():
-            if name == "needles":
-                row[0][1] = 1 - row[0][1]
-            else:
-                row["nll"][0][0] += 10 ** 4
-                row["along"] = [(torch.tensor(pair) + 10 ** 3).tolist() for pair in row.get("along", [])]
+            row["nll"][0][0] += 10 ** 4
+            row["along"] = [(torch.tensor(pair) + 10 ** 3).tolist() for pair in row.get("along", [])]
     draw(data, drawn[1])
     same, other = (Image.open(path).text["Comment"] for path in drawn)
     assert Image.open(kept).text["Comment"] == same != other, "draw it again, with --plot"
