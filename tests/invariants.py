@@ -288,7 +288,7 @@ def check_placeholders_do_not_matter(case):
     other = copy.copy(method)
     other.codecs = [Pair(*(Scrambled(codec, kept[layer, kind]) for kind, codec in zip("kv", pair)))
                     for layer, pair in enumerate(method.codecs)]
-    other.calibrated_on = method.calibrated_on and (method.calibrated_on[0], other.stored_as())
+    other.calibrated_on = method.calibrated_on and (method.calibrated_on[0], other.stored_as(), other.each_codec())
     assert torch.equal(case.run(other, tokens)[0], logits), (
         "other numbers in the places of kept tokens change what is read of the others; `encode` has to leave the "
         "tokens of `ignore` out of every range")

@@ -122,6 +122,11 @@ def test_losses_are_of_the_models_own_logits(windows):
     assert found.nll == pytest.approx(fp16.nll, abs=0.1)
 
 
+def test_without_fp16_nothing_is_said_of_its_agreement(model, windows):
+    result = measure(model, METHODS["kivi"](model.config), windows)
+    assert (result.kl, result.agree) == ([], None) and len(result.nll) == len(windows.tokens)
+
+
 def test_an_answer_is_right_if_all_of_its_tokens_are():
     """States that are logits already: 1, 2 and 3 are the most likely ones where they come, and 4 is not."""
     model = SimpleNamespace(lm_head=torch.nn.Linear(5, 5, bias=False))

@@ -82,12 +82,12 @@ class FirstSequenceChooses(KVSink):
 
 class Remembers(CodecMethod):
     """Another token of each block in turn, where the count goes on from one text to the next."""
-    asked = 0
+    asked = []
 
     def keep_keys(self, layer_cache, n):
-        self.asked += 1
+        self.asked.append(n)
         keys = layer_cache.keys
-        position = torch.tensor([keys.n_coded + self.asked % (n - 1)])  # (1)
+        position = torch.tensor([keys.n_coded + len(self.asked) % (n - 1)])  # (1)
         return position.expand(len(keys.recent), 1, 1)
 
     def keep_values(self, layer_cache, n):

@@ -23,6 +23,8 @@ Under `paper`, prompt tokens that do not fill a group stay recent. A method whos
 tokens it keeps once, at the end of the prompt.
 """
 import copy
+from collections import ChainMap
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -31,6 +33,16 @@ from tinykv import UserError, at_least, check_tokens, one_of
 from tinykv.codecs.base import sixteen_bits
 
 PROTOCOLS = ("paper", "stream")
+
+
+@contextmanager
+def read_only(*shown):
+    """UserError if a method, or a codec, writes into what it is shown: others read it, too. (torch counts no writes in
+    inference mode.)"""
+    versions = [(x, x._version) for x in shown if not x.is_inference()]
+    yield
+    if any(x._version != version for x, version in versions):
+        raise UserError("a method, or its codec, wrote into a tensor that it was shown; work on a copy, x.clone()")
 
 
 class CachedRows:
@@ -101,7 +113,8 @@ class CachedRows:
         """Quantize the n oldest recent tokens. Kept ones do not widen their group's range."""
         oldest = self.recent[:, :, :n]  # (B, Hkv, n, d)
         self.finite = self.finite & oldest.isfinite().all()
-        codes = self.codec.encode(oldest, ignore=self.is_kept(n))
+        with read_only(oldest):
+            codes = self.codec.encode(oldest, ignore=self.is_kept(n))
         if not hasattr(codes, "followed_by"):
             raise UserError(f"`encode` of {self.codec!r} has to give codecs.base.Codes; it gave {type(codes).__name__}")
         self.codes = codes if self.codes is None else self.codes.followed_by(codes)
@@ -241,7 +254,8 @@ class LayerCache:
         """Add the method's scores, given the new queries and what they attend to: K and V (B, Hkv, S, d), in full
         precision where they still are."""
         q, K = self.rope.rotate(q, seen), attended[0]  # (B, H, T, d), (B, Hkv, S, d)
-        of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
+        with read_only(q, K):
+            of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
         if not of_keys.shape == of_values.shape == K.shape[:3]:
             raise UserError(f"`score` of {type(self.method).__name__} has to give the scores of keys and of values, "
                             f"{tuple(K.shape[:3])} both; it gave {tuple(of_keys.shape)}, {tuple(of_values.shape)}")
@@ -278,8 +292,9 @@ class LayerCache:
         """
         if self.chooses_once:
             n_keys = n_values = self.length if self.is_choosing else 0
-        keep_keys = self.method.keep_keys(self, n_keys) if n_keys else None
-        keep_values = self.method.keep_values(self, n_values) if n_values else None
+        with read_only(self.keys.recent, self.values.recent):
+            keep_keys = self.method.keep_keys(self, n_keys) if n_keys else None
+            keep_values = self.method.keep_values(self, n_values) if n_values else None
         if keep_keys is not None:
             self.keys.keep(keep_keys)
         if keep_values is not None:
@@ -339,9 +354,7 @@ class KVCache:
             raise UserError(f"a forward has begun and not ended, so some tokens are read in part: {self!r}; "
                             "`reset` the cache, or make a new one")
         if goes_on:
-            if any(now is not was for now, was in zip(self.reads_with(), self.begun_with)):
-                raise UserError(f"{self.method!r} was calibrated, or edited, after this text had begun; `reset` the "
-                                "cache")
+            self.check_method()
             if self.prompt is None and self.protocol == "paper":
                 raise UserError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
                                 "prompt's length, to go on from it")
@@ -365,14 +378,23 @@ class KVCache:
         return tokens[:, self.start:], self.start
 
     def reads_with(self):
-        """What a text is read with, from its beginning to its end."""
-        method = self.method
-        return [method.calibrated_on, method.codecs, method.rope, method.recent, method.block]
+        """What a text is read with, from its beginning to its end: all that the method has, {name: value}."""
+        of_all = ChainMap(vars(self.method), *map(vars, type(self.method).__mro__))
+        return {name: value for name, value in of_all.items() if value is not None}
+
+    def check_method(self):
+        """UserError if the method is no longer what this text has begun with."""
+        now = self.reads_with()
+        changed = [name for name, value in self.begun_with.items() if now.get(name) is not value]
+        if changed:
+            raise UserError(f"{self.method!r} was calibrated, or edited, after this text had begun: "
+                            f"{', '.join(changed)}; `reset` the cache. What a method remembers of a text, it has to "
+                            "put into `cache.shared`")
 
     def __deepcopy__(self, memo):
         """A cache that goes on by itself from the same tokens, of the same model, method and tables."""
         codecs = [codec for *_, codec in self.method.each_codec()]
-        shared = self.model, self.rope, self.method, *self.begun_with, *codecs
+        shared = self.model, self.rope, self.method, *self.begun_with.values(), *codecs
         memo.update({id(one): one for one in shared})
         new = memo[id(self)] = object.__new__(type(self))
         vars(new).update(copy.deepcopy(vars(self), memo))
@@ -387,7 +409,8 @@ class KVCache:
     def observe(self, layer, hidden):
         """Show a layer's output for the new tokens, hidden (B, T, D), to a method that still chooses."""
         if self.layers[layer].is_choosing:
-            self.method.observe(self, layer, hidden)
+            with read_only(hidden):
+                self.method.observe(self, layer, hidden)
 
     def top_k(self, x, k):
         """Indices of the k largest of x (B, n), largest first, the earlier of equals: (B, up to k). Triton has a
@@ -403,6 +426,9 @@ class KVCache:
     def nbytes(self):
         """Bytes of everything that the cache holds."""
         return sum(self.part_bytes().values())
+
+    def __getattr__(self, name):
+        raise AttributeError(f"a KVCache has no {name!r}; transformers takes a MethodCache (docs/huggingface.md)")
 
     def __len__(self):
         """Tokens seen by all layers."""

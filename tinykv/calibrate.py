@@ -49,7 +49,7 @@ def calibrate(model, methods, windows, progress=None, seed=0):
                     codec.fit(*learned_from, seed)
     identity = model.identity()
     for method in methods:
-        method.calibrated_on = identity, method.stored_as()
+        method.calibrated_on = identity, method.stored_as(), method.each_codec()
 
 
 @torch.no_grad()

@@ -33,15 +33,16 @@ class Result:
     """
     nll: list = field(default_factory=list)  # mean negative log-likelihood, in nats
     nll_along: list = field(default_factory=list)  # [the same of each STRETCH targets, the last ones may be fewer]
-    kl: list = field(default_factory=list)  # sum over targets of KL(fp16 || method), in nats
+    kl: list = field(default_factory=list)  # sum over targets of KL(fp16 || method), in nats; [] without fp16
     bits: list = field(default_factory=list)  # per cached number, everything that is held counted, at this length
     bits_far: list = field(default_factory=list)  # the same at 128K tokens
     kept: list = field(default_factory=list)  # tokens that are kept, the mean over layers, KV heads, K and V
-    agree: int = 0  # targets where the most likely token is fp16's
+    agree: int | None = 0  # targets where the most likely token is fp16's; None without fp16
     right: int = 0  # answers in which every token is the most likely one
     answers: int = 0
     targets: int = 0
     seconds: float = 0.0  # in the forward passes
+    method: str = field(default="", compare=False)  # its repr
     cache_bytes: int = 0  # of one window, the largest
     reads_codes: int = 0  # windows in which a query reads codes
     exact: list = field(default_factory=list, repr=False, compare=False)  # of fp16: hidden states (T, D) of each window
@@ -55,7 +56,9 @@ class Result:
 
 def sum_of(results):
     """The sum of the `Result`s of the draws of a calibration."""
-    total = Result()
+    if len(methods := {result.method for result in results}) != 1:
+        raise UserError(f"a sum is of Results of one method; these are of {', '.join(sorted(methods)) or 'none'}")
+    total = Result(method=methods.pop())
     for result in results:
         for name in ("nll", "nll_along", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets",
                      "reads_codes", "seconds"):
@@ -66,7 +69,7 @@ def sum_of(results):
 
 # Measuring
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=None, cache_class=KVCache, prompt=None):
     """One method's `Result` on windows (`data.windows.Windows`). UserError where the model, or the method, computes
     numbers that are not finite, and for fp16's Result of other windows, or of another model.
@@ -76,10 +79,16 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
     prompt: P, if the first P tokens of each window arrive at once, and the others as in a stream.
     """
     at_least(1, batch=batch)
+    if not hasattr(windows, "answers"):
+        raise UserError("measure takes Windows, as load_windows gives them, or Windows(tokens, [[]] * len(tokens)), "
+                        f"not a {type(windows).__name__}")
     result = Result(windows=replace(windows), model=model.identity())  # a copy: the caller may edit theirs
     if fp16 is not None:
         check_reference(fp16, result, model, cache_class)
     device, cache = model.lm_head.weight.device, cache_class(model, method, protocol, prompt)
+    result.method = repr(method)
+    # in inference mode torch is faster, but cannot tell whether somebody's own method writes into what it is shown
+    mode = torch.inference_mode if type(method).__module__.startswith("tinykv.") else torch.no_grad
     for first in range(0, len(windows.tokens), batch):
         tokens = windows.tokens[first:first + batch].to(device)  # (B, T)
         answers = windows.answers[first:first + batch]
@@ -93,12 +102,14 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         clock = time.perf_counter()
         for chunk in chunks_of(tokens, cache):
             coded = cache.layers[0].keys.n_coded + cache.layers[0].values.n_coded  # before the last chunk
-            outputs.append(model(chunk, cache, logits=False))  # (B, new tokens, D)
+            with mode():
+                outputs.append(model(chunk, cache, logits=False))  # (B, new tokens, D)
         if tokens.is_cuda:
             torch.cuda.synchronize(device)
         result.seconds += time.perf_counter() - clock
         result.reads_codes += len(tokens) * (coded > 0 or cache.layers[0].quantizes_first)
         refuse_overflow(cache, outputs)
+        cache.check_method()
         if cache.start:  # predictions at a prefix's own positions are fp16's
             at_prefix = torch.stack([h[:cache.start] for h in exact])  # (B, n, D)
             outputs = [at_prefix, *outputs]
@@ -113,6 +124,8 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
             bar.update(len(tokens))
     if any(codec.bits < 16 for *_, codec in method.each_codec()):
         result.exact = []  # what is quantized is nobody's fp16
+        if fp16 is None:
+            result.kl, result.agree = [], None
     return result
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tinykv import UserError, all_finite, check_tokens, one_of
+from tinykv import UserError, all_finite, at_least, check_tokens, one_of
 from tinykv.identity import identity
 
 
@@ -174,6 +174,9 @@ class Attention(nn.Module):
 
         one_token = x.shape[1] == 1 and cache is not None
         if self.attention == "triton" or (self.attention == "compiled" and one_token):
+            if not hasattr(cache, "attend"):
+                raise UserError(f"attention {self.attention!r} reads the cache that computes it; call "
+                                f"use_attention('fused') before {type(cache).__name__} is read")
             out = cache.attend(layer, q, k, v, seen)  # (B, H, T, d)
             return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, T, D)
 
@@ -326,6 +329,7 @@ class Llama(nn.Module):
         """
         if not (cache is None or hasattr(cache, "expect")):
             raise UserError(f"generate takes a cache, such as KVCache(model, method); got {cache!r}")
+        at_least(0, max_new_tokens=max_new_tokens)
         new, seen = (tokens, 0) if cache is None else cache.expect(tokens)
         check_tokens(new, self.config, seen + max_new_tokens - 1)  # the last new token is not read
         if temperature is None or not (temperature >= 0 and 0 < top_p <= 1):  # refuses NaN as well

@@ -24,12 +24,13 @@ from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import pack
-from tinykv.evaluate import measure
+from tinykv.evaluate import measure, sum_of
 from tinykv.hf import EMBEDDED
 from tinykv.lab.analysis import __main__ as analysis
 from tinykv.lab.analysis import page
 from tinykv.lab.data import Windows, load_windows
 from tinykv.lab.weights import QUANTIZERS, quantize
+from tinykv.methods.base import CodecMethod
 from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.methods.registry import METHODS
 
@@ -76,7 +77,8 @@ COMMANDS = [
         ("--weights rnt", "rnt", "rtn", "awq", "gptq", "omniquant"), ("--weights rtn,", "''", "rtn"),
         ("--weights rtn --w-bits 3,1", "2 to 8", "1"), ("--weights rtn --w-group-size 24", "24"),
         ("--w-bits 3", "--w-bits", "--weights"), ("--w-group-size 32", "--w-group-size", "--weights"),
-        ("--prefix nothing.txt", "nothing.txt"), ("--prefix nothing.safetensors", "nothing.safetensors"),
+        ("--prefix empty.txt", "empty.txt is empty"), ("--prefix nothing.txt", "nothing.txt"),
+        ("--prefix nothing.safetensors", "nothing.safetensors"),
         (f"--prefix {WEIGHTS}", "model.safetensors"), ("--prefix boss", "boss"),
         (f"--prefix {ROOT}/README.md", "64"),  # longer than a window
         ("--prefix one.txt,two.txt", "prefix"),  # neither begins the other, and all methods read the same windows
@@ -101,7 +103,7 @@ COMMANDS = [
     for program, always, rows in COMMANDS for words, *named in rows])
 def test_a_command_refuses_in_one_line(run, one_layer, monkeypatch, tmp_path, program, always, words, named):
     """And writes nothing. It runs beside files that no prefix can be."""
-    for name, text in (("one.txt", "Balo lives in"), ("two.txt", "Eastwick is far")):
+    for name, text in (("one.txt", "Balo lives in"), ("two.txt", "Eastwick is far"), ("empty.txt", "\n")):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())
@@ -260,6 +262,13 @@ def restored(edit):
     METHODS["rtn"](CONFIG).restore(tables, MODEL)
 
 
+def attending(word, n):
+    """A `KVCache` computes no attention."""
+    model = other()
+    model.use_attention(word)
+    model(TOKENS[:, :n], KVCache(model, METHODS["fp16"](CONFIG)))
+
+
 def beside(method, windows):
     """Kivi on windows, compared with what a method did on WINDOWS."""
     measure(MODEL, METHODS["kivi"](CONFIG), windows, fp16=measure(MODEL, METHODS[method](CONFIG), WINDOWS))
@@ -288,6 +297,31 @@ def prefixed(edit):
     KVCache(MODEL, IntactKV(CONFIG, prefix))
 
 
+def pruned():
+    model = other()
+    del model.model["layers"][-1]
+    KVCache(model, METHODS["fp16"](model.config))
+
+
+def own(**parts):
+    """A method of a user's own reads WINDOWS."""
+    measure(MODEL, type("Own", (CodecMethod,), parts)(CONFIG, scheme="token-dynamic"), WINDOWS)
+
+
+def scores_in_place(method, layer_cache, q, K):
+    return [K.mul_(2)[..., 0]] * 2
+
+
+def counts(method, layer_cache, n):
+    method.asked += 1
+
+
+def encodes_in_place():
+    method = METHODS["rtn"](CONFIG, scheme="token-dynamic")
+    method.codecs[1].v.encode = lambda x, ignore: x.zero_()
+    MODEL(TOKENS, KVCache(MODEL, method, "paper"))
+
+
 def compare(**flags):
     eval_ppl.compare("rtn", hf.load(EMBEDDED), **flags)
 
@@ -305,6 +339,9 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     ("generate takes a cache", lambda: MODEL.generate(TOKENS, 2, "kivi")),
     *(("not what its config says", lambda edit=edit: saved(edit)) for edit in (
         lambda model: setattr(model.rope, "freq", model.rope.freq / 2),
+        lambda model: setattr(model.model["norm"], "eps", 0.1),
+        lambda model: model.model["layers"][1].register_forward_hook(print),
+        lambda model: setattr(model.lm_head, "forward", print),
         lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.clone())))),
     *(("a method that is made", lambda method=method: KVCache(MODEL, method)) for method in ("kivi", METHODS["kivi"])),
     ("this model has no BOS", lambda: IntactKV(replace(CONFIG, bos_token_id=None))),
@@ -339,6 +376,29 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     ("has to give floating-point", joined),
     ("Affine.* has no tables while `keep_keys` is asked in calibration", lambda: calibrate(
         MODEL, wrong_methods.WorstCodedAtOnce(CONFIG), TOKENS)),
+    *(("a codec, or a setting of one, has changed since it was calibrated", lambda codecs=codecs: edited(
+        made("rtn"), "codecs", codecs(made("rtn").codecs))) for codecs in (list, lambda codecs: codecs[::-1])),
+    ("says scheme channel-dynamic, and its codecs are of token-dynamic", lambda: edited(
+        METHODS["rtn"](CONFIG, scheme="token-dynamic"), "scheme", "channel-dynamic")),
+    (f"the model has {L - 1} layers, and its config says {L}", pruned),
+    *(("wrote into a tensor that it was shown", lambda parts=parts: own(**parts)) for parts in (
+        {"observe": lambda method, cache, layer, hidden: hidden.mul_(2)},
+        {"uses_scores": True, "score": scores_in_place},
+        {"keep_keys": lambda method, layer_cache, n: layer_cache.values.recent.zero_()})),
+    ("wrote into a tensor that it was shown", encodes_in_place),
+    ("after this text had begun: asked;", lambda: own(asked=0, keep_keys=counts)),
+    ("max new tokens must be .* at least 0; got -5", lambda: MODEL.generate(TOKENS, -5)),
+    ("are of FP16.*, KIVI", lambda: sum_of([measure(MODEL, METHODS[name](CONFIG), WINDOWS)
+                                            for name in ("fp16", "kivi")])),
+    ("measure takes Windows", lambda: measure(MODEL, METHODS["fp16"](CONFIG), TOKENS)),
+    ("made for a model's config.*None", lambda: METHODS["kivi"](None)),
+    ("scheme is one of.*'None'", lambda: METHODS["rtn"](CONFIG, scheme=None)),
+    ("open_prefix\\('a.txt', tokenizer\\)", lambda: METHODS["intactkv"](CONFIG, prefix="a.txt")),
+    ("got None for a tokenizer", lambda: eval_ppl.compare("rtn", (MODEL, None))),
+    ("dtype is one of torch's.*torch.int8", lambda: hf.load(EMBEDDED, dtype=torch.int8)),
+    ("README.md is not a whole tokenizer", lambda: hf.save(hf.load_model(EMBEDDED), f"{ROOT}/README.md", os.devnull)),
+    *((f"attention '{word}' reads the cache that computes it", lambda word=word, n=n: attending(word, n))
+      for word, n in (("triton", 48), ("compiled", 1))),
     ("has no config; let its constructor call", lambda: edited(METHODS["rtn"](CONFIG), "config", None)),
     ("is given recent, and does not keep it", lambda: eval_ppl.compare(wrong_methods.Forgets, recent=4)),
     ("codecs of their own", sharing), ("Affine has no `bits`", lambda: edited(METHODS["kivi"](CONFIG), "bits", None)),

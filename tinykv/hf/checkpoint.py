@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from tinykv import UserError, first_line
 from tinykv.hf.config import checkpoint_folder, config_fields, load_config
 from tinykv.hf.files import check_regular, read_json, write, write_json
+from tinykv.hf.tokenizer import SentencePieceTokenizer, opened
 from tinykv.model import Llama
 
 # A folder -> the model
@@ -21,8 +22,8 @@ def load_model(folder, device="cpu", dtype=torch.float32):
     the first, so tokens go in, and states come out, on one device. Tensors are read one by one: memory never holds
     more than the model and one tensor, beside the pages of the mapped file, which the system takes back as it likes.
     """
-    if not isinstance(dtype, torch.dtype):
-        raise UserError(f"dtype is one of torch's, such as torch.bfloat16; got {dtype!r}")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise UserError(f"dtype is one of torch's, of 16 or 32 bits, such as torch.bfloat16; got {dtype!r}")
     # 1. a model with shapes and no memory
     device, *others = devices = usable_devices(device)
     folder = checkpoint_folder(folder)
@@ -125,10 +126,11 @@ def save(model, tokenizer_model, folder):
     """
     with torch.device("meta"), NoInit():
         like = Llama(model.config)
-    same = dict(model.named_parameters()).keys() == dict(like.named_parameters()).keys()
-    if not same or not torch.allclose(model.rope.freq.cpu(), like.rope.freq):
-        raise UserError("the model is not what its config says: its weights are quantized, untied or parametrized, or "
-                        "RoPE was edited; the folder would be read as another model")
+    same = parts_of(model) == parts_of(like) and torch.allclose(model.rope.freq.cpu(), like.rope.freq)
+    if not same:
+        raise UserError("the model is not what its config says: its weights are quantized, untied or parametrized, a "
+                        "module, RoPE or an eps was edited, or has a hook; the folder would be read as another model")
+    opened(SentencePieceTokenizer, tokenizer_model)
     folder = Path(folder)
     pieces = Path(tokenizer_model).read_bytes()  # before anything is written: it may come from the same folder
     write(folder / "tokenizer.model", lambda path: path.write_bytes(pieces))
@@ -136,3 +138,11 @@ def save(model, tokenizer_model, folder):
     weights = {name: weight.detach().contiguous().cpu() for name, weight in model.named_parameters()}
     write(folder / "model.safetensors", lambda path: path.write_bytes(to_bytes(weights, {"format": "pt"})))
     write_json(folder / "config.json", config_fields(model.config, next(model.parameters()).dtype))
+
+
+def parts_of(model):
+    """What shows an edit: the names of its parameters; each module's class, attributes, numbers and hooks."""
+    parts = [{name: value if isinstance(value, int | float) else "hook" in name and bool(value)
+              for name, value in vars(part).items() if name not in ("training", "attention")}
+             for part in model.modules()]
+    return [*dict(model.named_parameters())], [type(part) for part in model.modules()], parts

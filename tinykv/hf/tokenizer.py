@@ -103,15 +103,20 @@ def open_tokenizer(folder):
     for name, kind in {"tokenizer.model": SentencePieceTokenizer, "tokenizer.json": JsonTokenizer}.items():
         path = folder / name
         if path.exists():
-            check_regular(path, LARGEST)
-            try:
-                return kind(path)
-            except BaseException as error:  # of many kinds, a Rust library's panic among them
-                if isinstance(error, KeyboardInterrupt | ImportError):  # ImportError: what it needs is not installed
-                    raise
-                raise UserError(f"{path} is not a whole tokenizer ({first_line(error)}); download it again") from None
+            return opened(kind, path)
     raise UserError(f"no tokenizer in {folder}; it must hold tokenizer.json, or tokenizer.model as sentencepiece "
                     "writes it")
+
+
+def opened(kind, path):
+    """The tokenizer of a file. UserError if it is none."""
+    check_regular(path, LARGEST)
+    try:
+        return kind(path)
+    except BaseException as error:  # of many kinds, a Rust library's panic among them
+        if isinstance(error, KeyboardInterrupt | ImportError):  # ImportError: what it needs is not installed
+            raise
+        raise UserError(f"{path} is not a whole tokenizer ({first_line(error)}); download it again") from None
 
 
 def special_id(tokenizer, settings, name, fallback):

@@ -19,6 +19,8 @@ def open_prefix(what, tokenizer):
     if what.endswith(".safetensors"):
         return load_prefix(what)
     text = read_text(what).rstrip("\n")
+    if not text:
+        raise UserError(f"{what} is empty; give a text for a prefix, or bos")
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return Prefix(what, [*bos, *tokenizer.encode(text)])
 

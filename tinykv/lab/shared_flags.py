@@ -119,6 +119,9 @@ def set_up(args, longest, loaded=None):
     args.loaded = loaded
     if loaded:
         model, args.tokenizer = loaded
+        if not hasattr(args.tokenizer, "bos_id"):
+            raise UserError(f"model is a folder, or (model, tokenizer) as hf.load gives them; got "
+                            f"{args.tokenizer!r} for a tokenizer")
         args.config, weight = model.config, model.lm_head.weight
         args.devices, args.dtype = [weight.device], weight.dtype
     else:

@@ -194,6 +194,8 @@ class MethodCache(Bridge):
         new.texts, new.padding = copy.deepcopy(self.texts, memo), list(self.padding)
         return new
 
+    __copy__ = copy.deepcopy  # or two caches would have one text
+
     def __reduce_ex__(self, protocol):
         raise UserError("a MethodCache holds its model, which a file of it would hold as well; read the text again")
 

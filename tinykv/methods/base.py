@@ -9,6 +9,7 @@ from typing import Annotated
 
 import torch
 
+from tinykv import UserError
 from tinykv.codecs.base import BLOCK, CALIBRATION_WINDOWS
 from tinykv.codecs.schemes import SCHEMES, make_codecs
 from tinykv.methods.calibrated import Calibrated
@@ -51,7 +52,9 @@ class Method(Calibrated):
     beside = {}
 
     def __init__(self, config):
-        self.config = config  # of the model that it is made for
+        if not hasattr(config, "num_hidden_layers"):
+            raise UserError(f"a method is made for a model's config, such as model.config; got {config!r}")
+        self.config = config
 
     # Code
 

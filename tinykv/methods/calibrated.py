@@ -11,12 +11,13 @@ import torch
 
 from tinykv import UserError, one_of
 from tinykv.codecs.base import Pair
+from tinykv.codecs.schemes import SCHEMES
 from tinykv.identity import same_model
 
 
 class Calibrated:
     config = None  # of the model that it was made for
-    calibrated_on = None  # (`identity` of the model, `stored_as` of the method) when calibration had ended
+    calibrated_on = None  # when calibration had ended: the model's `identity`, the method's `stored_as`, its codecs
 
     @property
     def needs_calibration(self):
@@ -60,7 +61,8 @@ class Calibrated:
             raise UserError(f"{self!r}: some of the tables are missing, or have other shapes; give all that "
                             "`calibrated` returns, names without a layer, too")
         stored_as = int(tables.get("stored_as", self.stored_as()))
-        self.calibrated_on = tables["model"].cpu() if "model" in tables else model.identity(), stored_as
+        identity = tables["model"].cpu() if "model" in tables else model.identity()
+        self.calibrated_on = identity, stored_as, self.each_codec()
         self.check_model(model)
 
     __copy__ = copy.deepcopy  # or to calibrate one would change the tables of the other
@@ -98,6 +100,10 @@ class Calibrated:
             if (block := self.block_of(kind)) % codec.tokens_per_group:
                 raise UserError(f"a block of {block} tokens does not hold whole groups of "
                                 f"{codec.tokens_per_group}; give a multiple")
+        made_by = {codec.scheme for *_, codec in self.each_codec()} - {None}
+        if made_by and self.scheme in SCHEMES and self.scheme not in made_by:
+            raise UserError(f"{name} says scheme {self.scheme}, and its codecs are of {', '.join(made_by)}; make a new "
+                            "method with this scheme")
         learning = [codec for *_, codec in self.each_codec() if codec.needs_text]
         if len(set(map(id, learning))) < len(learning):
             raise UserError(f"{name}: each layer, K and V need codecs of their own, as each is calibrated by itself")
@@ -108,10 +114,15 @@ class Calibrated:
         if self.config != model.config:
             raise UserError(f"{self!r} was made for another config; make it for this model's, as "
                             "`hf.load_config(folder)` reads it")
+        parts, L = getattr(model, "model", ()), self.config.num_hidden_layers
+        if "layers" in parts and len(parts["layers"]) != L:
+            raise UserError(f"the model has {len(parts['layers'])} layers, and its config says {L}; set "
+                            "num_hidden_layers before the method is made")
         if self.calibrated_on is not None:
-            identity, stored_as = self.calibrated_on
-            if stored_as != self.stored_as():
-                raise UserError(f"{self!r}: rope, preserve, or a setting of a codec, has changed since it was "
+            identity, stored_as, codecs = self.calibrated_on
+            same = all(now is was for (*_, now), (*_, was) in zip(self.each_codec(), codecs))
+            if not same or stored_as != self.stored_as():
+                raise UserError(f"{self!r}: rope, preserve, a codec, or a setting of one, has changed since it was "
                                 "calibrated; make a new method with these settings, and calibrate it")
             if not same_model(identity, model.identity()):
                 raise UserError(f"{self!r} was calibrated on another model; calibrate it on this one")

@@ -42,6 +42,9 @@ class IntactKV(CodecMethod):
                  prefix: Annotated[str, "what texts begin with: bos, or a text's or a trained prefix's file"] = None,
                  k_bits=16, v_bits=16, scheme="token-dynamic", group_size=None, formula="integer-zero"):
         one_of(("token-dynamic", "channel-dynamic"), scheme=scheme)
+        if isinstance(prefix, str) and prefix != "bos":
+            raise UserError(f"prefix is 'bos', or what lab.prefixes.open_prefix({prefix!r}, tokenizer) gives")
+        prefix = None if prefix == "bos" else prefix
         if prefix is None and config.bos_token_id is None:
             raise UserError("this model has no BOS token, which is IntactKV's prefix by default; give another prefix")
         super().__init__(config, k_bits, v_bits, scheme, group_size=group_size, formula=formula)

@@ -177,7 +177,7 @@ def test_all(sub, rng, same):
     for pair in method.codecs:
         for codec in pair:
             codec.centroids = rng.normal(4, 4, 2) / 2
-    method.calibrated_on = model.identity(), method.stored_as()
+    method.calibrated_on = model.identity(), method.stored_as(), method.each_codec()
     for protocol, chunks in (("paper", 1), ("stream", 5)):
         cache = KVCache(model, method, protocol)
         for chunk in rng.of(range(24), 2, 30).chunk(chunks, dim=1):
