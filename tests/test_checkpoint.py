@@ -1,15 +1,10 @@
 """Checkpoint folders: what loads, to the bit and within its memory, and what each fault of a folder is told as."""
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from cases import pipe
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_model import REFERENCES
@@ -201,9 +196,8 @@ CONFIGS = [
     ({"num_hidden_layers": 100_000}, ["num_hidden_layers", "1000"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
-    ({"partial_rotary_factor": 0}, ["partial_rotary_factor", "0"]), ({"rope_scaling": "linear"}, ["factor"]),
+    ({"rope_scaling": "linear"}, ["factor"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
-    ({"model_type": "mistral", "sliding_window": 7, "layer_types": ["full_attention"] * 2}, ["layer_types", "mistral"]),
     ({"auto_map": {"AutoModel": "own.Model"}}, ["auto_map", "own.Model"]),
     ({"sliding_window": 512}, ["sliding_window", "512", "llama"]), ({"eos_token_id": [2, -1]}, ["eos_token_id", "-1"]),
     ({"model_type": "mistral", "attention_bias": True}, ["attention_bias", "mistral"]),
@@ -234,22 +228,17 @@ def settings(**content):
     return lambda folder: (folder / "tokenizer_config.json").write_text(json.dumps(content))
 
 
-def tokenizer_file(name, make):
-    """The tokenizer's file is what `make` puts there; another kind, whole, may lie beside it."""
+def tokenizer_file(name, content):
+    """The tokenizer's file has this content; another kind, whole, may lie beside it."""
     def spoil(folder):
         shutil.copy(JSON, folder)
         (folder / "tokenizer.model").unlink()
-        (folder / name).unlink(missing_ok=True)
-        make(folder / name)
+        (folder / name).write_bytes(content)
     return spoil
 
 
 SECOND = "model-00002-of-00003.safetensors"
-CODES = [torch.int8, torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2]
-NO_TEXTS = [5, ["<s>"], True, {"content": 5}, "\ud800"]
-PARTS = {"tokenizer.model": [b"", b"\0" * 64, PIECES.read_bytes()[:-77]],
-         "tokenizer.json": [b"{}", b"\xff", JSON.read_bytes()[:-50]]}
-ENDLESS = [pipe, os.mkdir, lambda path: (path.touch(), os.truncate(path, 10 ** 12))]
+PARTS = {"tokenizer.model": PIECES.read_bytes()[:-77], "tokenizer.json": JSON.read_bytes()[:-50]}
 FAULTS = [
     # files
     (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
@@ -258,20 +247,17 @@ FAULTS = [
     (lambda folder: (folder / "tokenizer.model").unlink(), ["tokenizer.model", "tokenizer.json"]),
     # weights
     (lambda folder: cut(folder / WEIGHTS), [WEIGHTS, "download"]),
-    (lambda folder: [(folder / WEIGHTS).unlink(), pipe(folder / WEIGHTS)], [WEIGHTS, "is no file"]),
     (lambda folder: edit_weights(folder, lambda weights: weights.pop(KEY)), [KEY]),
     (weight(lambda w: torch.zeros(16, 8)), [KEY, "[16, 8]", "[8, 16]"]),
-    *((weight(lambda w, dtype=dtype: w.to(dtype)), [KEY, str(dtype)]) for dtype in CODES),  # which are not cast
+    *((weight(lambda w, dtype=dtype: w.to(dtype)), [KEY, str(dtype)])
+      for dtype in (torch.int8, torch.float8_e4m3fn)),  # which are not cast
     (lambda folder: [to_shards(folder), (folder / SECOND).unlink()], [KEY]),
     (lambda folder: [to_shards(folder), cut(folder / SECOND)], [SECOND]),
     # config.json
     *((config(fields), ["config.json", *words]) for fields, words in CONFIGS),
     # the tokenizer
-    *((settings(**{name: value}), [name, "tokenizer_config.json"])
-      for name in ("bos_token", "eos_token") for value in NO_TEXTS),
-    *((tokenizer_file(name, lambda path, part=part: path.write_bytes(part)), [f"model/{name}"])
-      for name, parts in PARTS.items() for part in parts),
-    *((tokenizer_file(name, make), [f"model/{name}"]) for name in PARTS for make in ENDLESS)]
+    *((settings(**{name: {"content": 5}}), [name, "tokenizer_config.json"]) for name in ("bos_token", "eos_token")),
+    *((tokenizer_file(name, part), [f"model/{name}"]) for name, part in PARTS.items())]
 
 
 @pytest.mark.parametrize("spoil, words", FAULTS, ids=[" ".join(words) for _, words in FAULTS])
@@ -288,23 +274,11 @@ def test_a_model_on_two_devices_computes_the_same(folder):
     one, two = hf.load_model(folder), hf.load_model(folder, "cpu,cpu:0")
     assert [str(device) for device in two.devices] == ["cpu", "cpu:0"] and same(one, two)
     tokens = torch.arange(2, 14).view(2, 6)
-    moved, real = [], torch.Tensor.to
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", lambda x, *how, **more: moved.append(how) or real(x, *how, **more))
-        logits = two(tokens)
-    assert (torch.device("cpu:0"),) in moved and torch.equal(logits, one(tokens))
+    assert torch.equal(two(tokens), one(tokens))
     method = METHODS["pfn"](one.config, preserve=2, scheme="token-dynamic")
     assert torch.equal(one(tokens, KVCache(one, method)), two(tokens, KVCache(two, method)))
     edit_json(folder / "config.json", num_hidden_layers=1)  # a layer too many is told, wherever it would go
     assert "model.layers.1." in told(hf.load, folder, "cpu,cpu:0")
-
-
-@pytest.mark.whole  # a process of its own
-def test_what_is_not_used_is_not_imported(folder):
-    code = f"import sys; from tinykv import hf; hf.load({str(folder)!r}); print(*sys.modules)"
-    loaded = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=Path(__file__).parent.parent).split()
-    asked = "safetensors", "sentencepiece", "tokenizers", "triton", "sympy"
-    assert [name for name in asked if name in loaded] == ["safetensors", "sentencepiece"]
 
 
 # Tokenizers

@@ -4,7 +4,6 @@ import hashlib
 import http.server
 import io
 import json
-import logging
 import threading
 import time
 import zipfile
@@ -15,10 +14,9 @@ import pytest
 import torch
 from huggingface_hub import constants
 from test_checkpoint import PIECES, same, tiny, told
-from test_data import Bare, Letters, spelled
+from test_data import Letters, spelled
 
 from tinykv import UserError, hf
-from tinykv.hf import hub as hub_of
 from tinykv.hf.hub import HubFile, fetch_file, fetch_model
 from tinykv.lab.data import load_windows
 from tinykv.lab.data.windows import HUB_FILES
@@ -92,25 +90,15 @@ def test_a_model_by_its_name(hub, tmp_path):
     assert sorted(asked) == sorted(path.name for path in (tmp_path / "model").iterdir())  # each once
 
 
-@pytest.mark.parametrize("offline", [False, True])
-def test_a_name_that_the_hub_does_not_have_is_told(hub, monkeypatch, offline):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    assert "owner/none" in told(hf.load, "owner/none") and bool(hub.asked) != offline
+def test_a_name_that_the_hub_does_not_have_is_told(hub):
+    assert "owner/none" in told(hf.load, "owner/none") and hub.asked
 
 
-def test_a_text_without_a_network_is_one_line(hub, monkeypatch, capsys):
-    """And what is looked for; the hub's library, which tries again and again, says nothing of it."""
+def test_a_text_without_a_network_is_one_line(hub, monkeypatch):
     hub.shutdown()
     hub.server_close()
-    said, slept = io.StringIO(), []
-    logger = logging.getLogger("huggingface_hub")
-    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(said)])
-    logger.setLevel(logging.WARNING)
-    monkeypatch.setattr(time, "sleep", slept.append)
-    monkeypatch.setattr(hub_of, "PATIENCE", 0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     assert "wikitext" in told(load_windows, "wikitext2", Letters(), 8, 1)
-    err = capsys.readouterr().err
-    assert slept and said.getvalue() == "" and err == "looking for wikitext-2-raw-v1.zip of ggml-org/ci on the hub\n"
 
 
 def test_a_file_is_fetched_once_and_known_by_its_content(hub):
@@ -131,17 +119,14 @@ def text_of(*arguments):
     return spelled(load_windows(*arguments, bos="none"))
 
 
-def offer_wikitext2(hub, monkeypatch, **splits):
+def test_wikitext2(hub, monkeypatch):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        for split, text in splits.items():
-            archive.writestr(f"wikitext-2-raw/wiki.{split}.raw", text)
+        archive.writestr("wikitext-2-raw/wiki.test.raw",
+                         " \n = Tea = \n \n A\u2028b\x85c \r\n\t\n = = Leaf = = \n last")
+        archive.writestr("wikitext-2-raw/wiki.train.raw",
+                         " \n = One = \n x \n = = Sub = = \n = Two = \n y \n \n = Three = \n z \n")
     monkeypatch.setitem(HUB_FILES, "wikitext2", offer(hub, "w.zip", file.getvalue()))
-
-
-def test_wikitext2(hub, monkeypatch):
-    offer_wikitext2(hub, monkeypatch, test=" \n = Tea = \n \n A\u2028b\x85c \r\n\t\n = = Leaf = = \n last",
-                    train=" \n = One = \n x \n = = Sub = = \n = Two = \n y \n \n = Three = \n z \n")
     # A row is a line with its newline, or "": line by line, joined by two newlines.
     rows = ["", " = Tea = \n", "", " A\u2028b\x85c \n", "", " = = Leaf = = \n", " last"]
     want = "<s>" + "\n\n".join(rows)
@@ -151,12 +136,6 @@ def test_wikitext2(hub, monkeypatch):
     # the articles are read from all over the split: the first, the third, the second
     want = "<s>\n\n = One = \n\n\n x \n\n\n = = Sub = = \n<s> = Three = \n\n\n z \n<s> = Two = \n\n\n y \n\n\n"
     assert text_of("wikitext2", Letters(), len(want) - 6, 1, "calibration") == want
-
-
-def test_windows_of_wikitext2_lie_all_over_the_test_split(hub, monkeypatch):
-    """As those of a file do: the first, the eighth and the fifth of ten."""
-    offer_wikitext2(hub, monkeypatch, test="".join(f"{i:04}" for i in range(10)))
-    assert text_of("wikitext2", Bare(), 4, 3) == "000000070004"
 
 
 def test_c4(hub, monkeypatch):
