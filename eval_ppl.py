@@ -9,48 +9,44 @@ In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 from tinykv import hf
 from tinykv.evaluate import measure
 from tinykv.lab import cli
-from tinykv.lab.run import flags, settings, table
-from tinykv.lab.run.calibration import calibrate_all
-from tinykv.lab.run.entries import attempt, build_entries, check_entries
+from tinykv.lab.run import flags, settings
+from tinykv.lab.run.calibration import attempt, calibrate_all
+from tinykv.lab.run.table import Table
 
 
-def evaluate(args):
-    """Load, calibrate, evaluate: yield the table as it comes. A dict is a row, as the JSON has it; the others are lines
-    about the rows, and `cli.Columns`.
+def evaluate(args, show=lambda line: None):
+    """Load, calibrate, evaluate -> the `Table`. args: of `flags.set_up`. show: is handed each line as soon as it is
+    there."""
+    table = Table(args, show)
 
-    args: of `flags.set_up`, with the config and the tokenizer, as the methods need no more.
-    """
     # 1. Load
-    cache_class, check = flags.cache_class_of(args)
-    entries, left_out = build_entries(args, args.config, args.tokenizer, check)
-    check_entries(args, entries)
     model = args.loaded[0] if args.loaded else hf.load_model(args.model, args.devices, args.dtype)
-    windows = flags.load_test(args, entries)
-    yield from table.heading(args, model)
+    windows = flags.load_test(args, args.entries)
+    table.begin(model)
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
-    models = calibrate_all(args, model, entries, windows.tokens)  # {label of weights: Llama}
+    models = calibrate_all(args, model, args.entries, windows.tokens)  # {label of weights: Llama}
+    table.say_what_was_found(model, models, windows)
 
     # 3. Evaluate: a row as soon as it is measured. fp16 is the first, with which the others are compared
-    yield from table.findings(args, model, windows, models, entries, left_out)
-    yield from ("", table.columns_of(args, entries))
-    fp16 = entries["fp16"]
-    total = len(windows.tokens) * sum(len(entry.methods) for entry in entries.values())
+    fp16, *_ = entries = args.entries.values()
+    total = len(windows.tokens) * sum(len(entry.methods) for entry in entries)
     with cli.bar(None, "evaluating", total) as bar:  # of all rows, as fp16's time tells much about the others'
-        for title, entry in entries.items():
+        for entry in entries:
             model = models[entry.weights]
             model.use_attention(args.attention)
             if entry.error is None:  # it has been calibrated
                 exact = fp16.results[0] if fp16.results else None
-                bar.set_description(f"evaluating {title}", refresh=False)
-                with attempt(f"evaluating {title}", entry):
+                bar.set_description(f"evaluating {entry.title}", refresh=False)
+                with attempt(f"evaluating {entry.title}", entry):
                     for method in entry.methods:  # one for each draw of the calibration
-                        result = measure(model, method, windows, protocol=args.protocol, batch=args.batch,
-                                         fp16=exact, bar=bar, cache_class=cache_class, prompt=args.prompt)
+                        result = measure(model, method, windows, protocol=args.protocol, batch=args.batch, fp16=exact,
+                                         bar=bar, cache_class=args.cache_class, prompt=args.prompt)
                         entry.results.append(result)
             bar.clear()
-            yield table.row_of(entry, fp16, args)
-    yield from table.faults(entries)
+            table.add(entry)
+    table.end()
+    return table
 
 
 def compare(methods, model=None, **given):
@@ -65,9 +61,7 @@ def compare(methods, model=None, **given):
     loaded = model if isinstance(model, tuple) else None
     flags.check_effect(given, *(["device", "dtype"] if loaded else []))  # those of the model that is given
     args = flags.parse(methods=methods, given={"model": "given" if loaded else model, "wide": True, **given})
-    rows = table.Table(flags.set_up(args, loaded))
-    rows.fill(evaluate(rows.args))
-    return rows
+    return evaluate(flags.set_up(args, loaded))
 
 
 def main():
@@ -75,8 +69,7 @@ def main():
         args = flags.parse(about=__doc__)
         if args.list_methods:
             return settings.list_methods()
-        rows = table.Table(flags.set_up(args))
-        rows.fill(evaluate(rows.args), show=print)
+        rows = evaluate(flags.set_up(args), show=print)
         if any(row["fault"] for row in rows):
             raise SystemExit(1)
 

@@ -17,8 +17,7 @@ from tinykv.lab.data import load_windows
 from tinykv.lab.data.chats import SYSTEM, load_chats
 from tinykv.lab.prefixes import FORMAT, fill_prefix, open_prefix, save_prefix
 from tinykv.lab.tables import Tables, fingerprint, hash_of, load_tensors, save_tensors
-from tinykv.lab.weights import restore
-from tinykv.lab.weights.command import add_weights, quantized_blocks, quantizers_of, weights_label
+from tinykv.lab.weights.command import add_weights, quantized_model, quantizers_of, weights_label
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
 
@@ -193,8 +192,7 @@ def run(args):
     calibration_windows = None
     if quantizer.needs_text:
         calibration_windows = shared_flags.calibration_text(args, test=windows.tokens)  # (C, T)
-    blocks = quantized_blocks(full, name, quantizer, calibration_windows, Tables(args.calibration, full))
-    quantized = restore(full, quantizer, blocks)
+    quantized = quantized_model(full, name, quantizer, calibration_windows, Tables(args.calibration, full))
     quantized.requires_grad_(False)
 
     # 4. The prefix's (keys, values), (L, Hkv, n, d) each: exact ones, and those to begin with

@@ -67,7 +67,7 @@ def perplexity(words, loaded):
     """The perplexity and the true bits that a command of eval_ppl.py prints. UserError with the reason why it does not.
     """
     words = [f"fp16,{word}" if before == "--method" else word for before, word in zip(["", *words], words)]  # no others
-    *_, row = (row for row in evaluate(flags.set_up(flags.parse(words), loaded)) if isinstance(row, dict))
+    *_, row = evaluate(flags.set_up(flags.parse(words), loaded))
     if row["fault"]:
         raise UserError(row["fault"])
     return f"{row['ppl']:.3f}", f"{row['bits_true']:.2f}"

@@ -113,7 +113,7 @@ def check_words(words, folder):
         with (patch.object(hf, "load_config", return_value=config), pytest.raises(Reached),
               patch.object(hf, "load_tokenizer", return_value=tokenizer),
               patch.object(hf, "load_model", side_effect=Reached)):
-            list(eval_ppl.evaluate(flags.set_up(args)))
+            eval_ppl.evaluate(flags.set_up(args))
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,17 @@
 """What the entries run on: quantized weights, calibrated methods, prefixes with their keys and values."""
 import copy
+import inspect
+from bdb import BdbQuit
 from collections import defaultdict
+from contextlib import contextmanager
 from functools import partial
 
 from tinykv import calibrate
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.lab import cli, shared_flags
 from tinykv.lab.prefixes import fill_prefix
-from tinykv.lab.run.entries import attempt
-from tinykv.lab.tables import Tables
-from tinykv.lab.weights import restore
-from tinykv.lab.weights.command import quantized_blocks, weights_label
+from tinykv.lab.tables import Tables, hash_of
+from tinykv.lab.weights.command import quantized_model, weights_label
 
 
 def calibrate_all(args, model, entries, test=None):
@@ -34,14 +35,13 @@ def calibrate_all(args, model, entries, test=None):
     models = {None: model}
     for entry in entries.values():
         if entry.weights not in models:
-            tensors = quantized_blocks(model, entry.weights, entry.quantizer, of_weights, kept[None])
-            models[entry.weights] = restore(model, entry.quantizer, tensors)
+            models[entry.weights] = quantized_model(model, entry.weights, entry.quantizer, of_weights, kept[None])
 
     # 3. The methods: those that run on the same weights and see as many windows read them together
     together = defaultdict(list)  # {(label of weights, C): [Entry]}
     for entry in entries.values():
         if entry.method.needs_calibration:
-            if args.calibration and entry.is_own:
+            if args.calibration and is_own(entry):
                 cli.note(f"{entry.title}: {args.calibration} keeps no tables of code, or of an instance, of your own")
             together[entry.weights, args.calib_windows or entry.method.calibration_windows].append(entry)
         entry.method.check_model(models[entry.weights])
@@ -67,7 +67,7 @@ def calibrate_group(group, model, text, draws, kept):
     for draw, windows in enumerate(text.chunk(draws)):  # (C, T)
         lacking = []  # in what is kept
         for entry in group:
-            tables = kept.get(entry.made_of(windows, draw))
+            tables = kept.get(made_of(entry, windows, draw))
             if tables is None:
                 lacking.append(entry)
             else:
@@ -84,8 +84,40 @@ def calibrate_together(entries, draw, model, windows, kept):
     with attempt(f"calibrating {titles}", *entries):
         calibrate.calibrate(model, methods, windows, partial(cli.bar, what=f"calibrating {titles}"), draw)
         for entry, method in zip(entries, methods):
-            kept.put(entry.made_of(windows, draw), method.calibrated())
+            kept.put(made_of(entry, windows, draw), method.calibrated())
     if len(entries) > 1 and entries[0].error:
         for entry, method in zip(entries, unseen):
             entry.methods[draw], entry.error = method, None
             calibrate_together([entry], draw, model, windows, kept)
+
+
+def made_of(entry, windows, draw):
+    """A hash of all that a draw's tables depend on: windows, method, settings, weight quantizer, k-means' seed, and
+    code. None for the user's own code, which is calibrated anew each time."""
+    return None if is_own(entry) else hash_of(windows, draw, entry.name, entry.settings, entry.quantizer,
+                                              str(entry.method.stored_as()))
+
+
+def is_own(entry):
+    """Whether the user wrote the class of the method or of a codec, or a function in it, or made the method: then
+    nobody knows what its tables depend on."""
+    makers = [entry.method, *(codec for *_, codec in entry.method.each_codec())]
+    classes = {cls for maker in makers for cls in type(maker).__mro__[:-1]}  # without object
+    functions = {part for cls in classes for part in vars(cls).values() if inspect.isfunction(part)}
+    written = {*classes, *functions} - {copy.deepcopy}  # which is their `__copy__`
+    return not entry.settings or not all(part.__module__.startswith("tinykv.") for part in written)
+
+
+@contextmanager
+def attempt(doing, *entries):
+    """Do something for entries. If it raises, they fail and the others go on. The command ends if fp16 (the reference
+    for all others) fails, or if the user quits the debugger."""
+    cli.step(doing)
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, BdbQuit) or "fp16" in [entry.name for entry in entries]:
+            raise
+        for entry in entries:
+            entry.error = error
+        cli.note(f"{', '.join(entry.title for entry in entries)} failed: {cli.reason(error)}")

@@ -4,17 +4,12 @@ A setting is an argument of a method's constructor, so a new method brings its f
 such as `--preserve 1,5`, makes an entry for each, for every method that takes it.
 """
 import copy
-import inspect
 import itertools
-from bdb import BdbQuit
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tinykv import UserError, did_you_mean
-from tinykv.lab import cli
 from tinykv.lab.prefixes import open_prefix
 from tinykv.lab.run.settings import constructor_arguments, is_made, load_class, names_of, settings_of
-from tinykv.lab.tables import hash_of
 from tinykv.lab.weights.command import quantizers_of
 from tinykv.methods.registry import METHODS
 
@@ -41,40 +36,6 @@ class Entry:
         """In messages, where no column names the weights: "pfn preserve=5 awq-3"."""
         return f"{self.label} {self.weights}" if self.weights else self.label
 
-    @property
-    def is_own(self):
-        """Whether the user wrote the class of the method or of a codec, or a function in it, or made the method: then
-        nobody knows what its tables depend on."""
-        makers = [self.method, *(codec for _, _, codec in self.method.each_codec())]
-        classes = {cls for maker in makers for cls in type(maker).__mro__[:-1]}  # without object
-        written = {cls.__module__ for cls in classes}
-        parts = [part for cls in classes for part in vars(cls).values() if inspect.isfunction(part)]
-        written |= {part.__module__ for part in parts if part is not copy.deepcopy}  # which is their `__copy__`
-        return not self.settings or not all(module.startswith("tinykv.") for module in written)
-
-    def made_of(self, windows, draw):
-        """A hash of all that a draw's tables depend on: windows, method, settings, weight quantizer, k-means' seed, and
-        code. None for the user's own code, which is calibrated anew each time."""
-        return None if self.is_own else hash_of(windows, draw, self.name, self.settings, self.quantizer,
-                                                str(self.method.stored_as()))
-
-
-@contextmanager
-def attempt(doing, *entries):
-    """Do something for entries. If it raises, they fail and the others go on. The command ends if fp16 (the reference
-    for all others) fails, or if the user quits the debugger."""
-    cli.step(doing)
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, BdbQuit) or "fp16" in [entry.name for entry in entries]:
-            raise
-        for entry in entries:
-            entry.error = error
-        cli.note(f"{', '.join(entry.title for entry in entries)} failed: {cli.reason(error)}")
-
-
-# Entries
 
 def build_entries(args, config, tokenizer, check=None):
     """The entries, {title: Entry}, fp16 first; and what is left out for its settings, {what: why}.

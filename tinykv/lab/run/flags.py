@@ -3,6 +3,7 @@ from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.lab import cli, plots, shared_flags
 from tinykv.lab.data import load_windows
+from tinykv.lab.run.entries import build_entries, check_entries
 from tinykv.lab.run.settings import add_settings, load_class
 from tinykv.lab.weights.command import add_weights
 from tinykv.methods.registry import METHODS
@@ -45,7 +46,9 @@ def parser(asked=(), about=None):
                    help="also draw perplexity against true bits, or against kept tokens if --preserve is a list, "
                         "and the loss along longer windows")
     add_weights(parent, several=True)
-    parent.set_defaults(config=None, tokenizer=None, devices=None, loaded=None)  # no settings: `set_up` sets them
+    # no settings: `set_up` sets them
+    parent.set_defaults(config=None, tokenizer=None, devices=None, loaded=None, cache_class=None, entries=None,
+                        left_out=None)
     add_settings(parent, asked)
     parent.meant = {"--keep": "--preserve", "--text": "--data", "--kv-cache-dtype": "--scheme", "-ctk": "--scheme",
                     **{name: f"--method {name}" for name in METHODS}}
@@ -58,10 +61,14 @@ def add_method(p):
 
 
 def set_up(args, loaded=None):
-    """The flags, and what the model and the machine decide: see `shared_flags.set_up`, and `batch`, how many
-    windows are read at a time. loaded: a (model, tokenizer) to use instead of --model."""
+    """The flags, with what the model and the machine decide (see `shared_flags.set_up`), with the `entries` that are
+    asked for, and with the `cache_class` that evaluates them. loaded: a (model, tokenizer) to use instead of --model.
+    """
     shared_flags.set_up(args, 4096, loaded)
     args.batch = shared_flags.batch_of(args.batch, args.context)
+    args.cache_class, check = cache_class_of(args)
+    args.entries, args.left_out = build_entries(args, args.config, args.tokenizer, check)
+    check_entries(args, args.entries)
     return args
 
 
@@ -74,11 +81,11 @@ def cache_class_of(args):
         from tinykv.lab import compiled_cache  # only now: it needs torch's compiler
         compiled_cache.check_compiler(args.device)
         return compiled_cache.CompiledCache, None
-    if args.attention != "triton":
-        return KVCache, None
-    from tinykv.lab import triton_cache  # only now: it needs triton
-    triton_cache.check_device(args.device)
-    return triton_cache.TritonCache, triton_cache.check_kernels
+    if args.attention == "triton":
+        from tinykv.lab import triton_cache  # only now: it needs triton
+        triton_cache.check_device(args.device)
+        return triton_cache.TritonCache, triton_cache.check_kernels
+    return KVCache, None
 
 
 def load_test(args, entries):

@@ -26,7 +26,6 @@ from tinykv.evaluate import chunks_of
 from tinykv.lab import cli
 from tinykv.lab.run import flags
 from tinykv.lab.run.calibration import calibrate_all
-from tinykv.lab.run.entries import build_entries
 
 
 @register_model("tinykv")
@@ -40,11 +39,9 @@ class TinyKV(TemplateLM):
 
         # model, tokenizer and method of these flags, calibrated as the command does it
         self.tokenizer = args.tokenizer
-        _, check = flags.cache_class_of(args)
-        entries, _ = build_entries(args, args.config, args.tokenizer, check)
-        *others, entry = entries.values()  # fp16 comes first
+        *others, entry = args.entries.values()  # fp16 comes first
         if any((other.name, bool(other.weights)) == (entry.name, bool(entry.weights)) for other in others):
-            raise UserError(f"model_args make several rows: {', '.join(entries)}; give one value of each setting")
+            raise UserError(f"model_args make several rows: {', '.join(args.entries)}; give one value of each setting")
         model = args.loaded[0] if args.loaded else hf.load_model(args.model, args.devices, args.dtype)
         models = calibrate_all(args, model, {entry.title: entry})
         if entry.error is not None:

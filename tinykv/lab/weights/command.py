@@ -1,11 +1,11 @@
-"""Quantized weights in a command: their flags, their label, and their tensors, which a folder may keep."""
+"""Quantized weights in a command: their flags, their label, and the model that has them, which a folder may keep."""
 from functools import partial
 
 from tinykv import UserError, one_of
 from tinykv.lab import cli
 from tinykv.lab.shared_flags import list_of
 from tinykv.lab.tables import hash_of
-from tinykv.lab.weights import QUANTIZERS, quantize
+from tinykv.lab.weights import QUANTIZERS, quantize, restore
 
 FULL_PRECISION = "full precision"  # the label of weights that are not quantized
 
@@ -47,14 +47,14 @@ def weights_label(weights, quantizer, data, windows):
     return f"{weights}, {data} {hash_of(windows)[:16]}" if quantizer.needs_text else weights
 
 
-def quantized_blocks(model, name, quantizer, windows, kept):
-    """The tensors of the model's blocks with quantized weights, for `weights.restore`. Calibrated ones are taken from
-    kept `Tables`, or added to them. windows (W, T): to calibrate on, where `quantizer.needs_text`."""
+def quantized_model(model, name, quantizer, windows, kept):
+    """The model with quantized weights. Calibrated ones are taken from kept `Tables`, or added to them. windows (W, T):
+    to calibrate on, where `quantizer.needs_text`."""
     made_of = hash_of(windows, quantizer) if quantizer.needs_text else None
     tensors = kept.get(made_of)
-    if tensors is None:
-        cli.step(f"quantizing weights {name}")
-        coded = quantize(model, quantizer, windows, partial(cli.bar, what=name, unit="block"))
-        tensors = coded.model["layers"].state_dict()
-        kept.put(made_of, tensors)
-    return tensors
+    if tensors is not None:
+        return restore(model, quantizer, tensors)
+    cli.step(f"quantizing weights {name}")
+    quantized = quantize(model, quantizer, windows, partial(cli.bar, what=name, unit="block"))
+    kept.put(made_of, quantized.model["layers"].state_dict())
+    return quantized
