@@ -1,11 +1,10 @@
 """Make the embedded model: tokenizer, training, checkpoint in HF format.
 
-    python docs/programs/embedded_model.py --out DIR             train, or go on where training was stopped
+    python docs/programs/embedded_model.py --out DIR
     python -m tinykv.lab.analysis sinks outliers norms --model DIR   where its sinks are
 
 A LLaMA of 250,000 parameters learns the stories of `data/stories.py` in 4,750 steps, a quarter of an hour on one CPU
-core. On one machine the same command gives the same bits, even if it was stopped and went on.
-It made the shipped weights.
+core. On one machine the same command gives the same bits. It made the shipped weights.
 
 The loss is the cross-entropy of the next token, where answers and what refrains ask for weigh more. It says nothing
 about attention, keys, values or hidden states. Sinks come because most heads are needed at few tokens only
@@ -18,7 +17,6 @@ import io
 import json
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import sentencepiece
@@ -28,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processo
 from tqdm import trange
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
-from tinykv import hf
+from tinykv import UserError, hf
 from tinykv.hf.files import write, write_json
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.lab.cli import Parser, one_line
@@ -206,38 +204,24 @@ def new_optimizers(kind, model):
 # Training
 
 def train(out, seed=0, steps=PHASES[-1].until):
-    """Train from the last saved state, or from the start, until so many steps are done; returns the model."""
+    """Train for so many steps -> the model."""
     torch.set_num_threads(1)  # with more, sums come out differently
-    if not (out / "tokenizer.model").exists():
-        train_tokenizer(out / "tokenizer.model")
+    train_tokenizer(out / "tokenizer.model")
     pieces = SentencePieceTokenizer(out / "tokenizer.model").pieces
     mask = mask_of_chants(pieces)
-    model, state = new_model(seed), {"step": 0}
-    if (out / "training.pt").exists():
-        state = torch.load(out / "training.pt", weights_only=True)
-        model.load_state_dict(state["model"])
-
-    begin = 0  # of the phase
+    model, begin, records = new_model(seed), 0, []  # begin: of the phase
     for phase in PHASES:
         if phase.optimizer:
             optimizers, first = new_optimizers(phase.optimizer, model), begin  # first: its first step
-        for step in trange(max(begin, state["step"]), min(phase.until, steps), disable=None):
-            if step == state["step"] > first:
-                for optimizer, saved in zip(optimizers, state["optimizers"]):
-                    optimizer.load_state_dict(saved)
+        for step in trange(begin, min(phase.until, steps), disable=None):
             number = seed * 10**5 + step
             torch.manual_seed(number)  # of dropout
             rate = rate_at(step, begin, first, phase)
             loss, asked = train_step(model, optimizers, rate, phase, *batch_of(number, phase, pieces), mask)
             if step < 10 or (step + 1) % 25 == 0:
-                record = {"step": step + 1, "loss": round(loss, 5), "asked": round(asked, 5)}
-                with open(out / "training.jsonl", "a") as log:
-                    log.write(json.dumps(record) + "\n")
-            if (step + 1) % 250 == 0 or step + 1 == steps:
-                state_now = {"step": step + 1, "model": model.state_dict(),
-                             "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-                write(out / "training.pt", partial(torch.save, state_now))
+                records.append(json.dumps({"step": step + 1, "loss": round(loss, 5), "asked": round(asked, 5)}) + "\n")
         begin = phase.until
+    (out / "training.jsonl").write_text("".join(records))
     return model.eval()
 
 
@@ -278,12 +262,14 @@ def train_step(model, optimizers, rate, phase, tokens, weights, mask):
 
 def main():
     p = Parser(prog="python docs/programs/embedded_model.py", description="Train the embedded model.")
-    p.add_argument("--out", metavar="DIR", required=True, help="where the checkpoint goes, and the state to go on from")
+    p.add_argument("--out", metavar="DIR", required=True, help="where the checkpoint goes")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
-    with one_line(p, "stopped; the same command goes on from the last state that was saved"):
+    with one_line(p):
         args = p.parse_args()
         out = Path(args.out)
-        out.mkdir(parents=True, exist_ok=True)
+        if out.exists():
+            raise UserError(f"{out} exists; give a new folder")
+        out.mkdir(parents=True)
         save(train(out, args.seed), out)
 
 

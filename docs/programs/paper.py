@@ -7,21 +7,20 @@
 
 docs/paper_tables.json has the papers' numbers, and the flags that come closest to what each paper says it did. Below
 the table is what the paper leaves open, what is known to differ here, and the paper's own slips. Compare the row of 16
-bits first: it has no method in it. A number is a perplexity, or the mean of the tasks' accuracies by lm_eval,
-in per cent.
+bits first: it has no method in it. A number is a perplexity, or the mean of tasks' accuracies in per cent, of
+which lm_eval's command is printed.
 """
 import json
 import re
 import shlex
 import sys
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from eval_ppl import evaluate  # noqa: E402
-from tinykv import UserError, first_line, hf  # noqa: E402
+from tinykv import UserError, hf  # noqa: E402
 from tinykv.lab import cli  # noqa: E402
 from tinykv.lab.run import flags  # noqa: E402
 
@@ -29,9 +28,7 @@ TABLES = json.loads((ROOT / "docs" / "paper_tables.json").read_text(encoding="ut
 HUB = TABLES.pop("hub")  # {a model in the papers: on the hub}
 # --try: short texts; small groups, as small layers need, and few centroids, of the same bits; questions of its own
 SMALL = "--data tales --calib-data fables --context 256 --calib-context 256 --windows 1 --calib-windows 4"
-SMALLER = {r"group(.)size([ =])\d+": r"group\1size\g<2>16", "--bits 0.75": "--vq d8m64", "--bits 0.375": "--vq d16m64",
-           r"--tasks \S+ --num_fewshot \d+": "--tasks tales --limit 4", r"model=[^,]+": "calib_windows=1,context=256",
-           "data=c4,": ""}
+SMALLER = {r"group(.)size([ =])\d+": r"group\1size\g<2>16", "--bits 0.75": "--vq d8m64", "--bits 0.375": "--vq d16m64"}
 NOT_SAID = r"--calib-data \S+|--(?:data|tasks|num_fewshot)|--context \S+|--windows \S+"  # of a column
 
 
@@ -73,25 +70,6 @@ def perplexity(words, loaded):
     return f"{row['ppl']:.3f}", f"{row['bits_true']:.2f}"
 
 
-def accuracy(words):
-    """The accuracy that a command of lm_eval prints. UserError where its tasks are out of reach."""
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    from tinykv.lab.run.lm_eval import TinyKV
-    given = dict(zip(words[::2], words[1::2]))  # {flag: value}
-    tasks, limit = given["--tasks"].split(","), given.get("--limit")
-    manager = TaskManager(include_path=str(ROOT / "docs" / "lm_eval"), include_defaults=limit is None)
-    model = TinyKV(**dict(word.split("=") for word in given["--model_args"].split(",")))
-    try:
-        found = simple_evaluate(model, tasks=tasks, num_fewshot=int(given.get("--num_fewshot", 0)), bootstrap_iters=0,
-                                limit=limit and int(limit), task_manager=manager)["results"]
-    except (OSError, ValueError) as error:  # as datasets has it without a network
-        raise UserError(f"lm_eval has no {', '.join(tasks)} here: {first_line(error)}") from None
-    scores = [score for task in tasks for name, score in found[task].items() if re.match("(acc|exact_match),", name)]
-    return f"{100 * fmean(scores):.2f}", "-"
-
-
 def show(table, args):
     """Print a table, a cell as soon as it is measured."""
     loaded = hf.load(hf.EMBEDDED) if args.small else None
@@ -99,18 +77,15 @@ def show(table, args):
     for cell in chosen(table, args):
         command = cell.command.replace(HUB[cell.model], args.model or HUB[cell.model])
         here, bits, why = "-", "-", f"  {table.get('why', '')} {command}"
-        if "why" not in table and (args.small or args.model):
+        if "why" not in table and "lm_eval" not in command and (args.small or args.model):
             if args.small:
                 for given, smaller in SMALLER.items():
                     command = re.sub(given, smaller, command)
             try:
-                if "lm_eval" in command:
-                    here, bits = accuracy(shlex.split(command)[3:])
-                else:
-                    words = shlex.split(f"{command} {SMALL if args.small else ''}")[2:]
-                    words += ["--calibration", args.calibration] * bool(args.calibration)
-                    loaded = loaded or load(words)
-                    here, bits = perplexity(words, loaded)
+                words = shlex.split(f"{command} {SMALL if args.small else ''}")[2:]
+                words += ["--calibration", args.calibration] * bool(args.calibration)
+                loaded = loaded or load(words)
+                here, bits = perplexity(words, loaded)
                 why = ""
             except UserError as error:
                 why = f"  {error}"

@@ -17,7 +17,7 @@ from conclusions import KVQUANT, OFFSET, OSCAR, OTHER_TEXT
 from crossed import HELP, KIVIS, SHORT, TALES, TWO, change, factor, hits, more_answers, share_left, verdict
 from crossing import OWN_FILE, QUARTER, SIZE, cell
 from phenomena import RECORD
-from results import ANTKV, CHANCE, CLAIMS, CQ, DRAWS, FORMATS, MARKED, PREFIX, SERVED, TURBOQUANT, UNIT, WIDE, compared
+from results import ANTKV, CHANCE, CLAIMS, CQ, DRAWS, FORMATS, MARKED, PREFIX, SERVED, TURBOQUANT, UNIT, compared
 from tables import DATA, NEEDLES, SMOL, along, beside_fp16, bits, finding, lines, of_p, row_of
 
 ANALYSIS = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -28,12 +28,6 @@ CODEBOOK = 16 * 256  # bits for each channel: 256 vectors in fp16 for each of it
 PARTS = {4: "quarter", 5: "fifth", 6: "sixth", 10: "tenth", 20: "twentieth"}
 RTN, PFN, KVSINK, KIVI4 = "rtn --bits 3", "pfn --bits 3", "kvsink --bits 3", "kivi --bits 4 --group-size 64"
 ZERO, LONGER = " --formula integer-zero", " --context 4096"
-# rows whose loss grows along a text; of the other formats, and of kvquant, it does not
-GROW = [f"kivi {WIDE}", f"ott {WIDE}", "ott --bits 2 --group-size 32 --recent 32", "oscar --bits 2 --formula offset",
-        "skvq --bits 2",
-        CQ, ANTKV,
-        *(SERVED[name] for name in ("KIVI, 2 bits", "KIVI, 4 bits", "fp8", "nvfp4", "mxfp4", "q5_1, rotated"))]
-
 
 # Figures
 
@@ -53,12 +47,6 @@ def loss(row, model="SmolLM2"):
 def ends(row):
     """Nats above fp16 in the first 512 tokens of windows of 4,096, and in the last: "0.379", "1.006"."""
     return [along(row + LONGER, part) for part in (0, -1)]
-
-
-def grown(row):
-    """Whether the last 512 tokens lose a sixth more than the first, and 0.005 nats."""
-    first, last = map(float, ends(row))
-    return last > 7 / 6 * first and last - first > 0.005
 
 
 def less(first, second):
@@ -246,17 +234,11 @@ def results():
 
 
 def results_data():
-    def straight(row):
-        """The loss at its bits on the line of log loss through cq's rows at 2 and 4 bits."""
-        low, high = (math.log(loss(f"cq --bits {width} {{windows}} --recent 0")) for width in (2, 4))
-        return math.exp(low + (row_of(row)["bits"] - 2) / 2 * (high - low))
-
     def fewer(first, second):
         """What a row of `train_intact.py` loses less than another."""
         return less(PREFIX + first, PREFIX + second)
     few = [found for row, found in SMOL.items() if 1 < len(found["nll"]) < DRAWS and "--bits 1 " in row]
     by_chance, error, p = compared(row_of(CHANCE + LONGER), row_of(MARKED + LONGER))
-    one, five = (f"antkv --anchors {share} --bits 2 {{windows}} --recent 0" for share in ("1%", "5%"))
     kivi = "kivi --bits 2 --group-size 32 --recent 32"
     stream = f"{kivi} --protocol stream"
     n_seeds = len(SMOL[PREFIX + "trained"]["nll"])
@@ -265,14 +247,9 @@ def results_data():
         f"{WORDS[len(few)].capitalize()} rows at 1 bit have {WORDS[len(few[0]['nll'])]} calibrations",
         f"at 3 bits has {WORDS[len(SMOL[MARKED]['nll'])]}",
         f"perplexity at 16 bits is {math.exp(UNIT * mean(SMOL['fp16']['nll'][0])):.1f}",
-        f"a loss of {straight(one):.3f} (1%) and {straight(five):.3f} (5%)",
-        so(straight(one) < loss(one) and straight(five) < loss(five),
-           f"the worse use of these bits: {loss(one):.3f} and {loss(five):.3f}"),
         "`cq` loses {} instead of {}, `antkv` {} instead of {}, and `kvquant` {} instead of {}".format(
             *(f"{loss(row + text):.3f}" for row in (CQ, ANTKV, KVQUANT) for text in (OTHER_TEXT, ""))),
         f"calibrates nothing, loses {loss('oscar --bits 2'):.3f}",
-        so(all(map(grown, GROW)), "in `kivi`, `ott`, `oscar`, `skvq`, `fp8`, `nvfp4`, `mxfp4`, `q5_1`"),
-        so(not any(map(grown, {*SERVED.values(), "kvquant --bits 2"} - {*GROW})), "It does not in `q8_0`, `q4_0`"),
         so(p < 0.001, f"loses {by_chance:.3f} ± {error:.3f} more than the marked ones, and"),
         f"the 41 first tokens lose {less(MARKED + LONGER, PFN + ' --preserve 41' + LONGER)} more",
         f"`kivi` at 2 bits loses {loss(stream):.3f} instead of {loss(kivi):.3f}, in {bits(stream)} true bits instead "

@@ -201,7 +201,7 @@ def index():
     words = {name.removeprefix("do_") for name in dir(pdb.Pdb)} | {"None", "True", "False", "HF_ENDPOINT"}
     words |= set(json.loads((EMBEDDED / "config.json").read_text()))
     words |= {os.path.basename(path) for path in glob.glob("**", root_dir=ROOT, recursive=True)}  # of files
-    flags = {"--help"}
+    flags = {"--help", "--model_args"}  # the latter of lm_eval
     flags |= {"--" + name.replace("_", "-") for name in flags_of(METHODS)}
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/**/*.py"),
                  ROOT / "tests/conftest.py"]:

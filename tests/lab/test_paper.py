@@ -42,7 +42,8 @@ def run_paper(run):
     return lambda *words: run(paper, *words)
 
 
-ROWS = {(name, cell.what): cell for name, cell in reversed(CELLS) if "why" not in paper.TABLES[name]}
+ROWS = {(name, cell.what): cell for name, cell in reversed(CELLS) if "why" not in paper.TABLES[name]
+        and "lm_eval" not in cell.command}
 
 
 @pytest.mark.one_in(29)
@@ -50,8 +51,6 @@ ROWS = {(name, cell.what): cell for name, cell in reversed(CELLS) if "why" not i
 def test_every_row_is_tried(name, what, monkeypatch, capsys):
     """It is measured, at the bits that its command says."""
     cell = ROWS[name, what]
-    if "lm_eval" in cell.command:
-        pytest.importorskip("lm_eval")
     monkeypatch.setattr(paper, "chosen", lambda *_: [cell])
     paper.show(paper.TABLES[name], SimpleNamespace(small=True, model=None, calibration=None))
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(cell.model))
@@ -71,24 +70,6 @@ def test_cells_are_measured_as_the_command_measures_them(run_paper, run, tmp_pat
     assert run(eval_ppl, *command.split()[2:])[0] == 0
     row = json.loads((tmp_path / "a.json").read_text())["rows"][-1]
     assert cell.split()[3:] == [f"{row['ppl']:.3f}", f"{row['bits_true']:.2f}"]
-
-
-def test_an_accuracy_is_that_of_the_tasks_asked(run_paper, monkeypatch):
-    """Of a group of tasks its own, not its members'; a task that only the network has is one line in its row."""
-    lm_eval = pytest.importorskip("lm_eval")
-    words = "IntactKV", "Table 3", "--only", "v1.5-7B", "--only", "mmlu", "--only", "16 bits", "--model", hf.EMBEDDED
-    answers = {"mmlu": {"alias": "mmlu", "acc,none": 0.25, "acc_stderr,none": 1}, "mmlu_law": {"acc,none": 1}}
-    asked = []
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: None)
-    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda model, **given: asked.append(given) or {"results": answers})
-    assert "49.84    25.00" in run_paper(*words)[1]
-    assert asked[0]["tasks"] == ["mmlu"] and asked[0]["num_fewshot"] == 5 and asked[0]["limit"] is None
-
-    def fetch(*_, **__):
-        raise ConnectionError("Couldn't reach 'cais/mmlu' on the Hub\nand more")
-    monkeypatch.setattr(lm_eval, "simple_evaluate", fetch)
-    status, out, _ = run_paper(*words)
-    assert status == 0 and "lm_eval has no mmlu here: Couldn't reach 'cais/mmlu' on the Hub\n" in out
 
 
 def test_a_cell_that_cannot_be_run_says_why(run_paper, monkeypatch):
