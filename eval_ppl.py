@@ -8,7 +8,7 @@ In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 """
 from tinykv import hf
 from tinykv.evaluate import measure
-from tinykv.lab import cli
+from tinykv.lab import cli, shared_flags
 from tinykv.lab.run import flags, settings
 from tinykv.lab.run.calibration import attempt, calibrate_all
 from tinykv.lab.run.table import Table
@@ -21,7 +21,7 @@ def evaluate(args, show=lambda line: None):
 
     # 1. Load
     model = args.loaded[0] if args.loaded else hf.load_model(args.model, args.devices, args.dtype)
-    windows = flags.load_test(args, args.entries)
+    windows = shared_flags.test_text(args, args.entries)
     table.begin(model)
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on

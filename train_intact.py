@@ -15,9 +15,9 @@ from tinykv.evaluate import measure
 from tinykv.lab import cli, shared_flags
 from tinykv.lab.data import load_windows
 from tinykv.lab.data.chats import SYSTEM, load_chats
-from tinykv.lab.prefixes import FORMAT, fill_prefix, open_prefix, save_prefix
+from tinykv.lab.prefixes import FORMAT, open_prefix, save_prefix
+from tinykv.lab.run.calibration import fill_prefix, quantized_model, weights_label
 from tinykv.lab.tables import Tables, fingerprint, hash_of, load_tensors, save_tensors
-from tinykv.lab.weights.command import add_weights, quantized_model, quantizers_of, weights_label
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
 
@@ -46,7 +46,7 @@ def parser():
     s.add_argument("--clip", type=float, default=0.3, help="largest norm of a gradient")
     s.add_argument("--seed", type=int, default=0, help="which tales are read, and in which order the texts come")
     s.add_argument("--batch", metavar="B", type=int, help="texts at a time (default: about 4096 tokens)")
-    add_weights(p, several=False)
+    shared_flags.add_weights(p, several=False)
     s = p.add_argument_group("calibration of the quantizer, and evaluation: as in eval_ppl.py")
     shared_flags.add_windows(s, windows=16, longest=4096)
     shared_flags.add_calibration(s)
@@ -177,7 +177,7 @@ def run(args):
     shared_flags.check_context(args.tokens, args.config, "tokens")
     prefix, bos_id = open_prefix(args.prefix, args.tokenizer), args.tokenizer.bos_id
     args.bos = "none" if bos_id is None else "replace"  # in texts without the prefix
-    (name, quantizer), = quantizers_of(args).items()
+    (name, quantizer), = shared_flags.quantizers_of(args).items()
 
     # 1. The full-precision model
     full = hf.load_model(args.model, args.devices, args.dtype)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from tinykv import UserError, hf  # noqa: E402
 from tinykv.calibrate import calibrate  # noqa: E402
 from tinykv.evaluate import measure  # noqa: E402
-from tinykv.lab import plots  # noqa: E402
+from tinykv.lab import plots, shared_flags  # noqa: E402
 from tinykv.lab.data import Windows, load_windows  # noqa: E402
 from tinykv.lab.differences import paired  # noqa: E402
 from tinykv.lab.run import flags  # noqa: E402
@@ -222,7 +222,7 @@ def measure_group(model, loaded, group, data):
     args = group[0][1]
     flags.set_up(args, loaded)
     entries = {row: entry for row, _, entry in group}
-    windows = flags.load_test(args, entries)
+    windows = shared_flags.test_text(args, entries)
     models = calibrate_all(args, loaded[0], entries, windows.tokens)
     loaded[0].use_attention("fused")
     read = partial(measure, windows=windows, protocol=args.protocol, batch=args.batch, prompt=args.prompt)

@@ -24,7 +24,6 @@ from tinykv.lab.run import calibration, flags
 from tinykv.lab.run.entries import build_entries
 from tinykv.lab.run.settings import flags_of, settings_of
 from tinykv.lab.weights import QUANTIZERS
-from tinykv.lab.weights import command as command_of_weights
 from tinykv.methods.registry import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -282,7 +281,7 @@ def test_quantized_weights_are_known_by_the_text_that_they_saw(one_layer, kept, 
     def losses(data, folder):
         return eval_ppl.compare("fp16", one_layer, calib_data=data, calibration=folder, **GPTQ)[-1]["window_nll"]
     assert losses("tales", kept) != losses("fables", kept) == losses("fables", None)
-    monkeypatch.setattr(command_of_weights, "quantize", Mock(side_effect=AssertionError("quantized again")))
+    monkeypatch.setattr(calibration, "quantize", Mock(side_effect=AssertionError("quantized again")))
     losses("fables", kept)
 
 
@@ -290,9 +289,9 @@ def test_quantized_weights_are_known_by_the_text_that_they_saw(one_layer, kept, 
 def test_the_label_of_weights_says_which_text_they_saw(name):
     """All of it. By the label a trained prefix knows them."""
     quantizer, texts = QUANTIZERS[name](3), [torch.tensor(ids) for ids in ([[12]], [[13]], [[12], [13]], [[12], [14]])]
-    labels = {command_of_weights.weights_label(f"{name}-3", quantizer, "tales", windows) for windows in texts}
+    labels = {calibration.weights_label(f"{name}-3", quantizer, "tales", windows) for windows in texts}
     assert len(labels) == (4 if quantizer.needs_text else 1) and all(label.startswith(f"{name}-3") for label in labels)
-    assert command_of_weights.weights_label(None, None, "tales", None) == "full precision"
+    assert calibration.weights_label(None, None, "tales", None) == "full precision"
 
 
 # ---- what is wrong

@@ -26,8 +26,9 @@ from tinykv.lab.analysis.walk import walk
 from tinykv.lab.data import Windows, load_windows
 from tinykv.lab.data.stories import stories
 from tinykv.lab.data.windows import encode_documents
-from tinykv.lab.prefixes import fill_prefix, load_prefix, open_prefix, save_prefix
+from tinykv.lab.prefixes import load_prefix, open_prefix, save_prefix
 from tinykv.lab.run import flags
+from tinykv.lab.run.calibration import fill_prefix
 from tinykv.lab.run.entries import build_entries
 from tinykv.lab.tables import fingerprint, load_tensors
 from tinykv.lab.weights import quantize

@@ -3,8 +3,7 @@ import json
 
 from tinykv import UserError
 from tinykv.hf.files import read_text
-from tinykv.lab.tables import fingerprint, load_tensors, save_tensors
-from tinykv.lab.weights.command import FULL_PRECISION
+from tinykv.lab.tables import load_tensors, save_tensors
 from tinykv.methods.intactkv import Prefix
 
 FORMAT = "tinykv-prefix"  # what the file says that it is
@@ -23,18 +22,6 @@ def open_prefix(what, tokenizer):
         raise UserError(f"{what} is empty; give a text for a prefix, or bos")
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return Prefix(what, [*bos, *tokenizer.encode(text)])
-
-
-def fill_prefix(prefix, full, quantized, weights=FULL_PRECISION):
-    """Give a prefix its keys and values for `quantized`, whose weights have this label.
-
-    A trained prefix has them already. UserError if it was trained for another model, or for other weights.
-    """
-    if prefix.trained_for is None:
-        prefix.fill(full, quantized)
-    elif prefix.trained_for != {"model": fingerprint(full), "weights": weights}:
-        raise UserError(f"the prefix {prefix} was trained for another model or for other weights, "
-                        f"{prefix.trained_for}; train it for {weights} of this model")
 
 
 def save_prefix(path, prefix):

@@ -1,16 +1,17 @@
-"""The flags that several commands have, their checks, defaults that depend on the model or the device, and the text to
-calibrate on."""
+"""The flags that several commands have, their checks, defaults that depend on the model or the device, and the texts to
+evaluate and to calibrate on."""
 import importlib.util
 import os
 from pathlib import Path
 
 import torch
 
-from tinykv import UserError, at_least, hf
+from tinykv import UserError, at_least, hf, one_of
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.hf.config import Unsupported
 from tinykv.hf.files import check_target
 from tinykv.lab.data import load_windows, share_text
+from tinykv.lab.weights import QUANTIZERS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRUTH = ["false", "true"]
@@ -58,6 +59,22 @@ def add_calibration(p):
                    help="to calibrate on (default: another part of --data; of a file, its second half)")
     p.add_argument("--calibration", metavar="DIR",
                    help="read calibrated tables from this folder; what it lacks is calibrated and added")
+
+
+def add_weights(p, several):
+    """The flags of weight quantization.
+
+    several: --weights and --w-bits take lists; without --weights, weights are not quantized.
+    """
+    more = "[,...]" if several else ""
+    group = p.add_argument_group("quantized weights")
+    group.add_argument("--weights", metavar=f"NAME{more}", type=list_of(str, several),
+                       default=None if several else "rtn",
+                       help=f"how the linear layers' weights are quantized: {', '.join(QUANTIZERS)}")
+    group.add_argument("--w-bits", metavar=f"B{more}", type=list_of(int, several),
+                       default=None if several else "3", help="2 to 8" + " (default: 4)" * several)
+    group.add_argument("--w-group-size", metavar="G", type=int,
+                       help="inputs that share a scale (default: the largest divisor of a layer's inputs up to 128)")
 
 
 def count_or_all(text):
@@ -156,6 +173,19 @@ def through_transformers(args):
     return decoder.load(args.model, args.devices[0], args.dtype)
 
 
+def quantizers_of(args):
+    """Each of --weights at each of --w-bits, by label: {"awq-3": Quantizer}; "awq-3-g64" with groups."""
+    if not args.weights and (args.w_bits or args.w_group_size):
+        raise UserError("--w-bits and --w-group-size are for quantized weights; give --weights, too")
+    quantizers = {}
+    groups = f"-g{args.w_group_size}" if args.w_group_size else ""
+    for name in args.weights or []:
+        one_of(QUANTIZERS, weights=name)
+        for bits in args.w_bits or [4]:
+            quantizers[f"{name}-{bits}{groups}"] = QUANTIZERS[name](bits, args.w_group_size)
+    return quantizers
+
+
 def calibration_text(args, n=None, test=None):
     """The windows that a command calibrates on, after `set_up`: tokens (n, T); n: --calib-windows, unless told
     otherwise. UserError if they share text with those that it tests on, (W, T)."""
@@ -169,6 +199,21 @@ def calibration_text(args, n=None, test=None):
         raise UserError(f"--calib-data {source} holds text of the test, --data {args.data}; give another text, or "
                         "leave it out, to calibrate on another part of --data")
     return tokens
+
+
+def test_text(args, entries):
+    """The `Windows` to evaluate on, which all begin with the longest prefix."""
+    prefixes = [entry.method.prefix for entry in entries.values() if entry.method.prefix]
+    longest = max([p.ids for p in prefixes], key=len, default=[])
+    for p in prefixes:
+        if p.ids != longest[:len(p.ids)]:
+            raise UserError("all methods read the same windows, so each prefix must be the beginning of the longest; "
+                            f"{p} is not")
+    longest = [] if longest == [args.tokenizer.bos_id] else longest  # BOS takes the place of a window's first token
+    windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", args.seed, args.bos,
+                           longest)
+    args.windows = len(windows.tokens)
+    return windows.predicted_from(args.prompt or 1)
 
 
 def batch_of(batch, tokens):

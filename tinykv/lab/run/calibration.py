@@ -6,12 +6,13 @@ from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
 
-from tinykv import calibrate
+from tinykv import UserError, calibrate
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.lab import cli, shared_flags
-from tinykv.lab.prefixes import fill_prefix
-from tinykv.lab.tables import Tables, hash_of
-from tinykv.lab.weights.command import quantized_model, weights_label
+from tinykv.lab.tables import Tables, fingerprint, hash_of
+from tinykv.lab.weights import quantize, restore
+
+FULL_PRECISION = "full precision"  # the label of weights that are not quantized
 
 
 def calibrate_all(args, model, entries, test=None):
@@ -89,6 +90,39 @@ def calibrate_together(entries, draw, model, windows, kept):
         for entry, method in zip(entries, unseen):
             entry.methods[draw], entry.error = method, None
             calibrate_together([entry], draw, model, windows, kept)
+
+
+def quantized_model(model, name, quantizer, windows, kept):
+    """The model with quantized weights. Calibrated ones are taken from kept `Tables`, or added to them. windows (W, T):
+    to calibrate on, where `quantizer.needs_text`."""
+    made_of = hash_of(windows, quantizer) if quantizer.needs_text else None
+    tensors = kept.get(made_of)
+    if tensors is not None:
+        return restore(model, quantizer, tensors)
+    cli.step(f"quantizing weights {name}")
+    quantized = quantize(model, quantizer, windows, partial(cli.bar, what=name, unit="block"))
+    kept.put(made_of, quantized.model["layers"].state_dict())
+    return quantized
+
+
+def weights_label(weights, quantizer, data, windows):
+    """How weights are quantized, for a prefix's file: the quantizer's label, None for full precision, and what it was
+    calibrated on, the text's name and its windows (W, T)."""
+    if weights is None:
+        return FULL_PRECISION
+    return f"{weights}, {data} {hash_of(windows)[:16]}" if quantizer.needs_text else weights
+
+
+def fill_prefix(prefix, full, quantized, weights=FULL_PRECISION):
+    """Give a prefix its keys and values for `quantized`, whose weights have this label.
+
+    A trained prefix has them already. UserError if it was trained for another model, or for other weights.
+    """
+    if prefix.trained_for is None:
+        prefix.fill(full, quantized)
+    elif prefix.trained_for != {"model": fingerprint(full), "weights": weights}:
+        raise UserError(f"the prefix {prefix} was trained for another model or for other weights, "
+                        f"{prefix.trained_for}; train it for {weights} of this model")
 
 
 def made_of(entry, windows, draw):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tinykv import UserError, did_you_mean
 from tinykv.lab.prefixes import open_prefix
 from tinykv.lab.run.settings import constructor_arguments, is_made, load_class, names_of, settings_of
-from tinykv.lab.weights.command import quantizers_of
+from tinykv.lab.shared_flags import quantizers_of
 from tinykv.methods.registry import METHODS
 
 

@@ -1,11 +1,9 @@
-"""The flags of eval_ppl.py, what the model and the machine decide in their absence, and the text to evaluate on."""
+"""The flags of eval_ppl.py, and what they, the model and the machine decide: entries, and the cache."""
 from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.lab import cli, plots, shared_flags
-from tinykv.lab.data import load_windows
 from tinykv.lab.run.entries import build_entries, check_entries
 from tinykv.lab.run.settings import add_settings, load_class
-from tinykv.lab.weights.command import add_weights
 from tinykv.methods.registry import METHODS
 
 
@@ -45,7 +43,7 @@ def parser(asked=(), about=None):
     p.add_argument("--plot", metavar="FILE.png|pdf|svg",
                    help="also draw perplexity against true bits, or against kept tokens if --preserve is a list, "
                         "and the loss along longer windows")
-    add_weights(parent, several=True)
+    shared_flags.add_weights(parent, several=True)
     # no settings: `set_up` sets them
     parent.set_defaults(config=None, tokenizer=None, devices=None, loaded=None, cache_class=None, entries=None,
                         left_out=None)
@@ -86,21 +84,6 @@ def cache_class_of(args):
         triton_cache.check_device(args.device)
         return triton_cache.TritonCache, triton_cache.check_kernels
     return KVCache, None
-
-
-def load_test(args, entries):
-    """The `Windows` to evaluate on, which all begin with the longest prefix."""
-    prefixes = [entry.method.prefix for entry in entries.values() if entry.method.prefix]
-    longest = max([p.ids for p in prefixes], key=len, default=[])
-    for p in prefixes:
-        if p.ids != longest[:len(p.ids)]:
-            raise UserError("all methods read the same windows, so each prefix must be the beginning of the longest; "
-                            f"{p} is not")
-    longest = [] if longest == [args.tokenizer.bos_id] else longest  # BOS takes the place of a window's first token
-    windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", args.seed, args.bos,
-                           longest)
-    args.windows = len(windows.tokens)
-    return windows.predicted_from(args.prompt or 1)
 
 
 def parse(words=None, methods=None, given=None, about=None):
