@@ -6,7 +6,6 @@ import torch
 
 from tinykv.lab import cli
 from tinykv.lab.analysis.walk import mean, recorded
-from tinykv.lab.plots import new_figure, style, title
 from tinykv.lab.weights import RTN, quantize
 from tinykv.methods.intactkv import exact_rows
 from tinykv.tracing import Trace
@@ -78,16 +77,3 @@ def run_after_prefix(full, model, window, n):
 def squared_error(x, exact):
     error = x.float() - exact.float()
     return error.pow(2).mean().item()
-
-
-def draw(text, rows):
-    """The error that is left."""
-    first, before, after = (rows[i]["last"] for i in (0, -2, -1))
-    figure, panels = new_figure(
-        1, 2, 10, 4, f"{before / first:.0%} of the last layer's error is left with {rows[-2]['n']:.0f} exact tokens, "
-        f"{after / first:.0%} with the next sink as well")
-    for panel, column, label in zip(panels, ("last", "attention"), ("output of the last layer", "what attention adds")):
-        panel.plot([row["n"] for row in rows], [row[column] for row in rows], **style(0))
-        panel.set(xlabel="tokens with exact keys and values, mean over windows", ylabel="squared error", ylim=(0, None))
-        title(panel, label)
-    return figure
