@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.text import Text
 
-from tinykv import hf
-from tinykv.lab import plots, shared_flags
+from tinykv.lab import plots
 from tinykv.lab.analysis import __main__ as command
 from tinykv.lab.analysis import anchors, page, walk
-from tinykv.lab.data.windows import load_windows
 from tinykv.lab.run import comparisons
 
 PNG = b"\x89PNG"
@@ -79,12 +75,6 @@ def test_a_model_without_sinks_is_told_of(analyse, tmp_path):
         assert (tmp_path / f"{name}.png").exists() != needs
 
 
-def test_several_names_each_once_and_half_precision(analyse, some_sinks):
-    """And what needs no calibration text reads none: there is too little of it here."""
-    _, out, _ = analyse("norms", "keys", "norms", "--dtype", "bf16", "--device", "cpu", "--calib-windows", 10 ** 9)
-    assert out.count("\n\n") == 2 and "torch.bfloat16" in out and out.index("Q others") < out.index("cliff")
-
-
 @pytest.mark.parametrize("program, words, named", [
     (command, ["norms", "--out", f"{__file__}/figures"], f"{__file__}/figures"),
     (command, ["norms", "--out", __file__], __file__), (command, ["norms", "--out", "."], "norms.png"),
@@ -97,16 +87,6 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(analyse, monke
     monkeypatch.setattr(command.hf, "load_model", lambda *_: pytest.fail("the model is loaded"))
     status, _, err = analyse(*words, program=program)
     assert status == 2 and err.count("\n") == 1 and named in err
-
-
-@pytest.mark.parametrize("bos, layer, shown", [("replace", ["--layer", "0"], 0), ("none", [], 2)])
-def test_the_layer_of_the_figures_and_windows_to_calibrate_on(bos, layer, shown):
-    """These are cut as the text is."""
-    args = command.parser().parse_args(["errors", "--calib-windows", "3", "--windows", "1", "--bos", bos, *layer])
-    shared_flags.set_up(args, longest=32)
-    text = command.load_text(args, ["errors"], hf.load_model(hf.EMBEDDED))
-    assert text.layer == shown
-    assert text.calibration.equal(load_windows("tales", args.tokenizer, 32, 3, "calibration", bos=bos).tokens)
 
 
 # The figure of eval_ppl.py
@@ -162,33 +142,6 @@ def test_where_kept_tokens_were_varied_they_are_the_x_axis():
 
 
 # What figures share
-
-def test_labels_lie_beside_the_ends_of_their_lines():
-    """In the height of their own panel, left of the next one, and none on another."""
-    figure, panels = plots.new_figure(1, 2, 9, 4)
-    for panel, scale in zip(panels, ("linear", "log")):
-        for i, end in enumerate((2000.0, 920.0, 900.0, 40.0)):
-            panel.plot([0, 50, 100], [30.0, 5.0 * i + 20, end], label=f"a line of some length {i}", **plots.style(i))
-        panel.set_yscale(scale)
-        plots.label_ends(panel)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    for panel, right in zip(panels, (panels[1].get_tightbbox().x0, figure.bbox.x1)):
-        area, boxes = panel.get_window_extent(), []
-        for note, line in zip(sorted(panel.texts, key=lambda note: note.get_text()), panel.lines):
-            box = Text.get_window_extent(note, canvas.get_renderer())  # without the arrow
-            assert area.x1 < box.x0 and box.x1 <= right and area.y0 <= box.y0 and box.y1 <= area.y1, note.get_text()
-            assert not any(box.overlaps(other) for other in boxes), note.get_text()
-            boxes.append(box)
-            end = panel.transData.transform((100, line.get_ydata()[-1]))
-            assert abs((box.y0 + box.y1) / 2 - end[1]) < plots.BETWEEN * area.height, note.get_text()
-
-
-def test_figures_leave_the_backend_of_a_notebook_alone():
-    """What imports pyplot chooses one."""
-    for file in Path(plots.__file__).parent.glob("*.py"):
-        assert not re.search(r"import .*pyplot|from matplotlib.pyplot", file.read_text()), file
-
 
 def test_a_map_keeps_the_largest_magnitude_and_its_sign():
     x = torch.tensor([[1.0, -3], [2, -1], [-1, 0], [0, 2]])

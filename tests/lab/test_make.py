@@ -41,13 +41,6 @@ def test_answers_and_what_refrains_ask_for_weigh_more(pieces):
     assert set(weights[0].tolist()) == {1, 3, 8}
 
 
-def test_a_third_of_the_windows_of_a_mixed_batch_are_chants(pieces):
-    tokens, _ = batch_of(7, MIXED, pieces)
-    stops = (tokens == pieces.encode(".")[-1]).any(1)
-    assert stops.tolist() == [False] * 4 + [True] * 8
-    assert not any(word in pieces.decode(tokens[4:].tolist()) for word in (" thus ", " again "))
-
-
 def test_the_loss_is_weighted_cross_entropy_and_nothing_else(pieces):
     """By hand, without dropout: the losses that a step returns, and the gradient that it descends."""
     phase = replace(STORIES, rows=2, length=100, dropout=0.0)
