@@ -32,7 +32,6 @@ WRONG = {
     "Swapped": (None, "codes_are_what_is_claimed", None, "decoded keys are further from the keys than their mean is"),
     "Fake": (None, "codes_are_what_is_claimed", None, r"you claim 2 bits for keys \(`bits` .*\), .* codes takes 32.0"),
     "Silent": (None, "codes_are_what_is_claimed", None, r"said to have 16 bits \(`bits` .*\), and decode to other"),
-    "OnItself": (None, "codes_are_what_is_claimed", None, "what it stores of a text belongs into its Codes"),
     "Forgets": (None, "cache_holds_the_expected_rows", "token-dynamic", "says that 3 tokens are kept, and none is"),
     "SignLost": (None, "codes_are_what_is_claimed", None, "a codec of 4 bits loses .* rounding with one bit less"),
     "Unstored": (None, "codes_are_what_is_claimed", None, "is the scale that codes are made by the one that is stored"),
@@ -68,10 +67,6 @@ def test_a_token_may_be_dropped_again(name, check, scheme):
 @pytest.mark.parametrize("scheme", ["token-dynamic", "channel-static"])
 def test_a_method_may_ask_what_a_code_would_lose(scheme):
     assert outcome("placeholders_do_not_matter", Case(own.WorstCoded, scheme)) is None
-
-
-def test_one_too_many_is_no_fault_of_a_method_of_its_own():
-    assert outcome("cache_holds_the_expected_rows", Case(own.OneTooMany, "token-dynamic")) is None
 
 
 def test_a_crash_is_told_by_its_line(tmp_path, monkeypatch):

@@ -172,19 +172,6 @@ class Fake(Silent):
         bits = 2
 
 
-class OnItself(CodecMethod):
-    """A codec that holds a text's scales."""
-    class codec(Affine):
-        def encode(self, x, ignore=None):
-            codes = super().encode(x, ignore)
-            self.of_text = codes.scale
-            return codes
-
-    def __init__(self, config):
-        super().__init__(config, scheme="token-dynamic")
-        self.codecs = [Pair(self.codec(2, config.head_dim), self.codec(2, config.head_dim)) for _ in self.codecs]
-
-
 class Forgets(CodecMethod):
     """Keeps nothing, whatever `preserve` says, and does not remember its `recent`."""
 

@@ -79,10 +79,7 @@ def test_json_has_the_table_and_the_table_fits_80_columns(rows_of, tmp_path):
     keep_none = [name for name, cls in METHODS.items() if "preserve" not in settings_of(cls)]
     assert re.search(f"^--preserve is left out: no setting of {', '.join(keep_none)} as asked for$", out, re.M)
     written = json.loads((tmp_path / "rows.json").read_text())
-    assert {"rows", "model", "data", "context", "windows", "seed", "versions"} <= set(written)
     assert (written["context"], written["windows"], written["seed"]) == (32, 2, 3)
-    assert {"method", "settings", "scheme", "v_bits", "answers", "bits_nominal", "bits_128k", "cache_bytes",
-            "windows"} <= set(rows["fp16"])  # the others are looked at elsewhere
     assert rows["kvsink"]["preserve"] == 2 and rows["kvsink"]["k_bits"] == 3 and rows["rtn"]["protocol"] == "stream"
     assert f"{rows['pfn']['ppl']:.3f}" == table(out)["pfn"]["ppl"]
 
@@ -153,17 +150,11 @@ def test_what_a_method_is_shown_beside_has_settings_for_it():
 
 # ---- the help
 
-def test_help_begins_with_examples_and_the_flags_that_one_needs_first(command):
+def test_help_has_examples_and_every_setting(command):
     _, out, _ = command("--help")
     examples = re.findall("^    .*eval_ppl.py .*$", eval_ppl.__doc__, re.M)
     assert examples and all(f"\n{example}\n" in out for example in examples)
-    parts = re.split(r"^[a-z].*:$", out, flags=re.M)[1:]
-    _, first, *others = [re.findall(r"^  (?:-h, )?--([\w-]+)", part, re.M) for part in parts]
-    assert first == ["method", "list-methods", "model", "device", "dtype", "through", "data", "context", "windows",
-                     "calib-windows", "protocol"]
-    assert len(others) == 4 and max(map(len, others[:-1])) <= 10
-    assert {name.replace("_", "-") for name in flags_of(METHODS)} == set(others[-1])
-    assert "--model DIR|OWNER/NAME" in out
+    assert {f"--{name.replace('_', '-')}" for name in flags_of(METHODS)} <= set(re.findall(r"--[\w-]+", out))
 
 
 # ---- lists of settings

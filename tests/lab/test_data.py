@@ -10,7 +10,7 @@ from tinykv import UserError, hf
 from tinykv.hf import EMBEDDED
 from tinykv.lab.data import load_windows
 from tinykv.lab.data.stories import SPLITS, stories
-from tinykv.lab.data.windows import answers_in_windows, read_documents, share_text
+from tinykv.lab.data.windows import read_documents, share_text
 
 
 class Letters:
@@ -102,12 +102,6 @@ def test_answers_that_a_window_lets_one_know(tokenizer, context, windows, bos):
     got = load_windows("tales", tokenizer, context, windows, bos=bos)
     assert got.answers == expected and dropped
     assert any(expected) or context == 33 or isinstance(tokenizer, Letters)
-
-
-def test_answers_up_to_the_borders():
-    marks = [(0, 2, 4), (1, 2, 4), (3, 4, 6), (4, 5, 8), (5, 7, 8), (6, 7, 9), (8, 10, 12)]
-    assert answers_in_windows(marks, 2, 4, n_replaced=0) == [[(2, 4), (2, 4)], [(1, 4), (3, 4)]]
-    assert answers_in_windows(marks, 2, 4, n_replaced=1) == [[(2, 4)], [(3, 4)]]
 
 
 def test_the_first_prediction_after_what_is_given_does_not_count():

@@ -195,15 +195,13 @@ def test_the_command_runs_what_tinykv_lacks_through_transformers(tmp_path, monke
 
 
 def test_lm_eval_asks_any_decoder(tmp_path, monkeypatch):
-    """Log-likelihoods through kivi, of a Gemma 3: those of a forward for each token; and a task runs."""
-    lm_eval = pytest.importorskip("lm_eval")
+    """Log-likelihoods through kivi, of a Gemma 3: those of a forward for each token."""
+    pytest.importorskip("lm_eval")
     pytest.importorskip("lm_eval.tasks", exc_type=ImportError)  # its datasets need a huggingface_hub of their own
     from lm_eval.api.instance import Instance
-    from lm_eval.tasks import TaskManager
 
     from tinykv.lab.run.lm_eval import TinyKV
     monkeypatch.setitem(decoders.SMALL, "vocab_size", hf.load_config(EMBEDDED).vocab_size)
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # which asks other programs
     theirs = made("Gemma 3")
     model = TinyKV(model=save(theirs, tmp_path / "gemma"), method="kivi", bits=2, group_size=8, recent=8,
                    protocol="stream")
@@ -216,9 +214,6 @@ def test_lm_eval_asks_any_decoder(tmp_path, monkeypatch):
         plain = theirs(ids[:, :-1]).logits
     own, exact = (x[0, n - 1:].log_softmax(-1).gather(1, ids[0, n:, None]).sum().item() for x in (logits, plain))
     assert found == pytest.approx(own, abs=1e-3) and abs(found - exact) > 0.01
-    tasks = TaskManager(include_path=str(Path(__file__).parents[2] / "docs/lm_eval"), include_defaults=False)
-    result = lm_eval.simple_evaluate(model=model, tasks=["tales"], limit=2, bootstrap_iters=0, task_manager=tasks)
-    assert 0 <= result["results"]["tales"]["acc,none"] <= 1
     assert model.generate_until([Instance("generate_until", {}, (context, {"max_gen_toks": 4, "until": []}), 0)])
 
 

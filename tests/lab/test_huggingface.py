@@ -105,18 +105,6 @@ def prompt_of(method, batch=2, T=T):
     return tokens
 
 
-def test_fp16_is_transformers_own_generation(models):
-    own, theirs = models
-    tokens = tokens_of(2, T)
-    cache = MethodCache(theirs, built("fp16", own))
-    text = generate(theirs, tokens, cache or None)  # as a caller asks whether there is a cache
-    cache.remove()
-    assert len(cache) == own.config.num_hidden_layers
-    assert cache.get_seq_length() == T + NEW - 1
-    assert torch.equal(text, generate(theirs, tokens))
-    assert not any(module._forward_hooks for module in theirs.modules())
-
-
 # the second model norms queries and keys by hooks of its own: there, those that look at queries or at hidden states
 MODELS = [pytest.param(model, name, marks=() if name in (QUICK if model == "gqa" else QUICK[:2]) and model in (
     "gqa", "qwen3") else pytest.mark.whole) for model in ("gqa", "qwen3", "mistral", "qwen2") for name in METHODS]
