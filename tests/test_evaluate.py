@@ -127,6 +127,15 @@ def test_without_fp16_nothing_is_said_of_its_agreement(model, windows):
     assert (result.kl, result.agree) == ([], None) and len(result.nll) == len(windows.tokens)
 
 
+def test_logits_that_are_not_finite_are_told(windows):
+    """Also where those of the text's own tokens are."""
+    model = random_model(CONFIG)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(50))
+    model.lm_head.bias.data[min(set(range(50)) - set(windows.tokens.flatten().tolist()))] = -math.inf
+    with pytest.raises(UserError, match="logits are not finite"):
+        measure(model, FP16, windows)
+
+
 def test_an_answer_is_right_if_all_of_its_tokens_are():
     """States that are logits already: 1, 2 and 3 are the most likely ones where they come, and 4 is not."""
     model = SimpleNamespace(lm_head=torch.nn.Linear(5, 5, bias=False))

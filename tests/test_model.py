@@ -195,7 +195,11 @@ def test_a_text_longer_than_the_model_was_made_for_is_refused_before_the_work():
     model.config.rope_scaling = None
     method = METHODS["intactkv"](model.config, Prefix("the first two", [1, 7]))
     method.prefix.fill(model, model)
-    assert model.generate(PROMPT[:1], 12, KVCache(model, method)).shape == (1, 16)  # and a prefix counts once
+    cache = KVCache(model, method)
+    text = model.generate(PROMPT[:1], 12, cache)
+    assert text.shape == (1, 16)  # and a prefix counts once
+    with pytest.raises(UserError, match="16 tokens are more than the 15 positions"):
+        model(text[:, -1:], cache)
 
 
 # What is printed
