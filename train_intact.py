@@ -14,7 +14,6 @@ import torch
 from tinykv.evaluate import measure
 from tinykv.lab import cli, shared_flags
 from tinykv.lab.data import load_windows
-from tinykv.lab.data.chats import SYSTEM, load_chats
 from tinykv.lab.prefixes import FORMAT, open_prefix, save_prefix
 from tinykv.lab.run.calibration import fill_prefix, quantized_model, weights_label
 from tinykv.lab.tables import Tables, fingerprint, hash_of, load_tensors, save_tensors
@@ -35,9 +34,6 @@ def parser():
     shared_flags.add_model(p)
     shared_flags.add_attention(p)
     s = p.add_argument_group("training", "on the calibration part of --data; its test part is held out")
-    s.add_argument("--chats", metavar="FILE",
-                   help="train on the answers of these chats in the place of --data: JSON lines of turns "
-                        "{\"from\": \"human\" or \"gpt\", \"value\": text}, in Vicuna's template")
     s.add_argument("--samples", metavar="N", type=int, default=128, help="texts to train on")
     s.add_argument("--tokens", metavar="T", type=int, default=256, help="tokens of each, the prefix included")
     s.add_argument("--updates", metavar="N", type=int, default=160, help="updates in all")
@@ -98,12 +94,10 @@ def text_order(samples, seed, length):
 def train(full, quantized, texts, exact, state, args):
     """Bring `state` to the last update.
 
-    texts: tokens (N, T) after the prefix, and which of them count (N, T). exact: the prefix's (keys, values) in the
-    full-precision model.
+    texts: tokens (N, T) after the prefix. exact: the prefix's (keys, values) in the full-precision model.
     """
-    tokens, counts = texts
     batch = shared_flags.batch_of(args.batch, args.tokens)
-    order = text_order(len(tokens), args.seed, args.updates * args.accumulate)
+    order = text_order(len(texts), args.seed, args.updates * args.accumulate)
     with cli.bar(None, "training", args.updates, unit="update") as progress:
         progress.update(state.done)
         while state.done < args.updates:
@@ -115,7 +109,7 @@ def train(full, quantized, texts, exact, state, args):
             total = 0.0
             for i in range(0, len(chosen), batch):
                 part = chosen[i:i + batch]
-                loss = block_loss(full, quantized, tokens[part], exact, state.rows, counts[part])
+                loss = block_loss(full, quantized, texts[part], exact, state.rows)
                 loss = loss * (len(part) / args.accumulate)
                 loss.backward()
                 total += loss.item()
@@ -131,10 +125,10 @@ def train(full, quantized, texts, exact, state, args):
 def mean_loss(full, quantized, texts, exact, prefix_rows, batch):
     """Eq. 2 over all texts, as in `train`, if the prefix has the (keys, values) `prefix_rows`."""
     total = 0.0
-    for part, counts in zip(*(x.split(batch) for x in texts)):
-        total += block_loss(full, quantized, part, exact, prefix_rows, counts).item() * len(part)
+    for part in texts.split(batch):
+        total += block_loss(full, quantized, part, exact, prefix_rows).item() * len(part)
     check_loss(total)
-    return total / len(texts[0])
+    return total / len(texts)
 
 
 def check_loss(loss):
@@ -143,19 +137,11 @@ def check_loss(loss):
 
 
 def load_texts(args, prefix):
-    """The texts to train on, and those that are held out, both without the prefix: tokens (N, T) and which of them
-    count (N, T) each."""
-    sizes = [args.samples, args.windows]
-    if args.chats is not None:
-        system = SYSTEM if prefix == [args.tokenizer.bos_id] else ""  # a prefix of BOS alone holds no system prompt
-        longest = max(0, args.tokens - len(prefix))
-        tokens, response = load_chats(args.chats, args.tokenizer, sum(sizes), longest, system)
-        return list(zip(tokens.to(args.device).split(sizes), response.to(args.device).split(sizes)))
+    """The texts to train on, and those that are held out, both without the prefix: tokens (N, T)."""
     texts = []
-    for split, n in zip(("calibration", "test"), sizes):
+    for split, n in (("calibration", args.samples), ("test", args.windows)):
         windows = load_windows(args.data, args.tokenizer, args.tokens, n, split, args.seed, prefix=prefix)
-        tokens = windows.tokens[:, len(prefix):].to(args.device)  # (n, T)
-        texts.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
+        texts.append(windows.tokens[:, len(prefix):].to(args.device))  # (n, T)
     return texts
 
 
@@ -204,7 +190,7 @@ def run(args):
     # 5. Train
     trained_for = {"model": fingerprint(full), "weights": weights}
     settings = [args.accumulate, args.lr, args.clip, args.seed]
-    made_of = hash_of(trained_for, prefix.ids, *first, *texts, settings)
+    made_of = hash_of(trained_for, prefix.ids, *first, texts, settings)
     state = State(args.state, made_of, *first, args.lr)
     print(f"model {args.model}, weights {weights}")
     print(f"prefix {args.prefix}: {len(prefix.ids)} tokens, {state.rows.numel():,} parameters")

@@ -20,7 +20,8 @@ Paper and practice, as in the released code, unless a point says otherwise.
   RoPE.
 - Where the weight quantizer scaled the values (`QuantLinear.gain`), the prefix is scaled alike.
 - Here keys are held before RoPE, and trained there in fp32; the released code has them after it, in fp16.
-- The loss is a mean, not Eq. 2's sum. With `--chats` only the answers count, by default all tokens after the prefix.
+- The loss is a mean, not Eq. 2's sum, over all tokens after the prefix. The paper trains on chats, of which only the
+  answers count.
 - In the paper, Theorem 1's C1 has n^(3/2), but the last line of its proof n^(2/3), a slip.
 - Predictions at the prefix's own positions are those of the full-precision model.
 """
@@ -121,24 +122,19 @@ class SixteenBits(Trace):
 
 # The loss that trains it
 
-def block_loss(full, quantized, tokens, exact, trained, counts=None):
+def block_loss(full, quantized, tokens, exact, trained):
     """Eq. 2 as a mean over tokens and channels: how far `quantized`'s blocks are from `full`'s.
 
     tokens (B, T): a text after the prefix. exact, trained: the prefix's (keys, values), for `full` and for `quantized`,
-    (L, Hkv, n, d) each. counts (B, T): True at the tokens that count, as a chat's responses. Each text's mean is over
-    its own such tokens, at least one. None: all count.
+    (L, Hkv, n, d) each.
     """
-    if counts is None:
-        counts = torch.ones_like(tokens, dtype=torch.bool)
-    share = counts / counts.sum(1, keepdim=True)  # (B, T): of each token in the mean of its text
     with torch.no_grad():
         targets = block_outputs(full, tokens, *exact)
     outputs = block_outputs(quantized, tokens, *trained)
     loss = 0.0
     for output, target in zip(outputs, targets):
         error = output.float() - target.float()  # (B, T, D)
-        of_token = error.pow(2).mean(-1)  # (B, T)
-        loss = loss + (of_token * share).sum(1).mean()
+        loss = loss + error.pow(2).mean()
     return loss / 2
 
 
