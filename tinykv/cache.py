@@ -321,7 +321,8 @@ class KVCache:
         if isinstance(method, str | type):
             raise UserError(f"a cache takes a method that is made, such as KIVI(model.config); got {method!r}")
         method.check()
-        self.model, self.method, self.protocol, self.prompt = model, method, protocol, prompt
+        self.model = getattr(model, "_orig_mod", model)  # of what torch.compile wraps
+        self.method, self.protocol, self.prompt = method, protocol, prompt
         self.config = model.config
         self.reset()
 

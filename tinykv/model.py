@@ -332,6 +332,12 @@ class Llama(nn.Module):
         at_least(0, max_new_tokens=max_new_tokens)
         new, seen = (tokens, 0) if cache is None else cache.expect(tokens)
         check_tokens(new, self.config, seen + max_new_tokens - 1)  # the last new token is not read
+        bos = self.config.bos_token_id
+        for row in tokens.tolist() if seen == 0 else ():
+            padding = row[:row.index(bos)] if bos in row else []
+            if len(set(padding)) == 1:
+                raise UserError(f"{len(padding)} times token {padding[0]} before BOS would be read as text; give texts "
+                                "of equal length, without padding")
         if temperature is None or not (temperature >= 0 and 0 < top_p <= 1):  # refuses NaN as well
             raise UserError(f"temperature is from 0 on, and top_p above 0 and up to 1; got {temperature} and {top_p}")
         ends = torch.tensor([] if eos is None else eos, device=tokens.device).flatten()  # a config may have several

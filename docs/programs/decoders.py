@@ -58,6 +58,7 @@ ZOO = {
     "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"]}),
     "Falcon": ("FalconConfig", {}),
     "GPT-2": ("GPT2Config", {}),
+    "OPT": ("OPTConfig", {"ffn_dim": 80, "word_embed_proj_dim": 64}),
     "GPT-NeoX, Pythia": ("GPTNeoXConfig", {}),
     "DeepSeek-V3": ("DeepseekV3Config", {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
                                          "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,

@@ -47,6 +47,14 @@ def test_a_cache_in_16_bits_is_transformers_own_and_one_in_8_is_near(name):
     assert words[1] == "yes" and decoders.error(model, MethodCache(model, decoders.method_of("kivi", model, 2))) > 0.005
 
 
+@pytest.mark.parametrize("read", [Decoder, lambda model: MethodCache(model, METHODS["fp16"](config_of(model)))])
+def test_a_model_without_one_of_its_layers_is_refused(read):
+    model = made("Llama 2, 3")
+    del model.model.layers[-1]
+    with pytest.raises(UserError, match="has not the 3 layers that its config says"):
+        read(model)
+
+
 @pytest.mark.parametrize("name", ["Gemma 3", "Llama 4"])
 def test_beams_copies_and_a_reset_go_on_beyond_the_window(name):
     model = made(name)

@@ -304,11 +304,12 @@ def one_by_one(*shapes):
     ("attention_mask", call(attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))),
     ("position_ids", call(position_ids=torch.tensor([[0, 1, 2, 3, 5, 6]]))),
     ("give input_ids", call(input_ids=None, inputs_embeds=torch.ones(1, 6, 32))),
-    ("use_cache=False", call(use_cache=False)),
+    ("use_cache=True", call(use_cache=False)),
     ("model that it was made for", lambda model, cache: call()(type(model)(model.config), cache)),
     ("until `remove`", lambda model, cache: [cache.remove(), call()(model, cache)]),
     ("calibrate", lambda model, cache: call()(model, MethodCache(model, METHODS["kvsink"](cache.empty.config)))),
     ("begun and not ended", interrupted),
+    ("`reset` the cache before another text", one_by_one((1, 20), (1, 20))),
     pytest.param("`reset` it before other texts", one_by_one((1, 20), (1, 6)), marks=pytest.mark.skipif(
         NAME != "cache", reason="transformers itself ended in an IndexError until 5.0")),
     ("`reset` it before other texts", one_by_one((1, 6), (2, 20))),

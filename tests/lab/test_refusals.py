@@ -387,6 +387,8 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
         {"keep_keys": lambda method, layer_cache, n: layer_cache.values.recent.zero_()})),
     ("wrote into a tensor that it was shown", encodes_in_place),
     ("after this text had begun: asked;", lambda: own(asked=0, keep_keys=counts)),
+    *((f"{n} times token 7 before BOS would be read", lambda n=n: MODEL.generate(torch.cat(
+        [torch.full((1, n), 7), torch.tensor([[CONFIG.bos_token_id, 9]])], dim=1), 2)) for n in (1, 5)),
     ("max new tokens must be .* at least 0; got -5", lambda: MODEL.generate(TOKENS, -5)),
     ("are of FP16.*, KIVI", lambda: sum_of([measure(MODEL, METHODS[name](CONFIG), WINDOWS)
                                             for name in ("fp16", "kivi")])),

@@ -52,6 +52,7 @@ def own_config(model):
 def config_of(model):
     """A model of transformers -> the config to make a method with: all of it where tinykv implements the model, and
     else a `LlamaConfig` with the shapes that a cache sees."""
+    layers_of(model)  # as many as its config says
     with suppress(Unsupported):
         return own_config(model)
     keys, values, _ = computed(model)
@@ -106,7 +107,16 @@ def windows_of(model):
 def layers_of(model):
     """The modules whose outputs are hidden states."""
     n, text = len(windows_of(model)), getattr(model.base_model, "language_model", model.base_model)  # beside images
-    return next(m for m in text.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == n)
+    for part in text.modules():
+        if isinstance(part, torch.nn.ModuleList) and len(part) == n:
+            return part
+    raise UserError(f"the model has not the {n} layers that its config says; set num_hidden_layers to what it has")
+
+
+def decoder_of(model):
+    """The module from tokens to the states that logits are made of. An OPT's forward calls a part of its base model."""
+    base = model.model if model.base_model is model else model.base_model  # a Llama 4 names it otherwise
+    return getattr(base, "decoder", base)
 
 
 def hidden_of(output):
@@ -262,9 +272,7 @@ class Head(torch.nn.Module):
 
     def __init__(self, model, decoder):
         super().__init__()
-        self.around, self.last = copy.copy(model), model.get_output_embeddings()
-        self.around._modules = {name: GivenStates() if part is decoder else part
-                                for name, part in model._modules.items()}
+        self.around, self.last = around(model, decoder), model.get_output_embeddings()
 
     @property
     def weight(self):
@@ -273,6 +281,16 @@ class Head(torch.nn.Module):
     def forward(self, h):
         """h (..., D) -> logits (..., vocab)."""
         return self.around(inputs_embeds=h.reshape(1, -1, h.shape[-1])).logits.view(*h.shape[:-1], -1)
+
+
+def around(module, decoder):
+    """A copy of a module with `GivenStates` in the place of its decoder."""
+    if module is decoder:
+        return GivenStates()
+    new = copy.copy(module)
+    new._modules = {name: around(part, decoder) if part is not None and decoder in part.modules() else part
+                    for name, part in module._modules.items()}
+    return new
 
 
 class Decoder(torch.nn.Module):
@@ -284,8 +302,7 @@ class Decoder(torch.nn.Module):
         super().__init__()
         self.theirs, self.config, self.rope = model.eval(), config_of(model), AsGiven()
         self.model = {"embed_tokens": model.get_input_embeddings()}
-        found = model.base_model
-        self.decoder = model.model if found is model else found  # a Llama 4 names it otherwise
+        self.decoder = decoder_of(model)
         self.lm_head = Head(model, self.decoder)
 
     def forward(self, tokens, cache=None, logits=True):

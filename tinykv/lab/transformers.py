@@ -50,7 +50,7 @@ class MethodCache(Bridge):
         self.skip = []  # of each text, how many columns of this forward are padding
         self.fresh = {}  # a layer's new q and k, before RoPE, until its `update`
 
-        base = model.base_model
+        base = decoder.decoder_of(model)
         hooks = [base.register_forward_pre_hook(Hook(self.begin), with_kwargs=True),
                  base.register_forward_hook(Hook(self.end))]
         if self.is_watched:
@@ -88,9 +88,13 @@ class MethodCache(Bridge):
         columns = torch.arange(seen, self.get_seq_length() + tokens.shape[1])  # (T), from now on without a prefix
         if self.is_watched:
             kwargs["input_ids"] = tokens
-        if kwargs.get("position_ids") is None and "position_ids" in names:
-            positions = columns - torch.tensor(padding)[:, None]  # (B, T), below 0 in the padding
+        positions = columns - torch.tensor(padding)[:, None]  # (B, T), below 0 in the padding
+        given = kwargs.get("position_ids")
+        if given is None and "position_ids" in names:
             kwargs["position_ids"] = positions.clamp(min=0).to(tokens.device)
+        elif given is not None and given.dim() == 2 and (given[:, -1:].cpu() != positions[:, -1:]).any():
+            raise UserError(f"position_ids end at {int(given[0, -1])}, and what the cache holds makes that "
+                            f"{int(positions[0, -1])}; leave them out, and `reset` the cache before another text")
         for name in {"input_ids", "position_ids", "cache_position"} & set(kwargs):  # the last in older releases
             kwargs[name] = None if kwargs[name] is None else kwargs[name][..., -len(columns):]
 
@@ -112,7 +116,8 @@ class MethodCache(Bridge):
         cannot serve."""
         tokens, held = kwargs.get("input_ids"), self.get_seq_length()
         if kwargs.get("use_cache") is False:
-            raise UserError("use_cache=False reads the whole text again for every token; leave it out")
+            raise UserError("use_cache is False, in this call or in the model's config: the whole text would be "
+                            "read again for every token; give use_cache=True")
         if tokens is None and self.is_watched:
             raise UserError(f"inputs_embeds hide the text from {self.empty.method!r}; give input_ids")
         if tokens is None:
