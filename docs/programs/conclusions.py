@@ -122,7 +122,10 @@ def results():
             sign_of_claim("KVQuant", "found five and 0.1% of outliers") == "more"],
         "CQ and AnTKV: codebooks need weights, and text like their calibration text.": [
             sign_of_claim("CQ and AnTKV", words) == sign for words, sign in (
-                ("Fisher", "less"), ("token weights, or none", "less"), ("calibrated on another text, CQ", "more"))],
+                ("Fisher", "less"), ("token weights, or none", "less"), ("calibrated on another text, or", "more"),
+                ("calibrated on another text, CQ", "more"), ("the same, calibrated on another text", "more"))] + [
+            sign_of_claim("CQ and AnTKV", f"calibrated on another text, {what}") != "more"
+            for what in ("KVQuant", "static")],
         "IntactKV: an exact BOS helps some quantized weights.": [
             sign_of_claim("IntactKV", f"exact BOS, {weights} weights") == sign for weights, sign in (
                 ("AWQ", "less"), ("GPTQ", "less"), ("RTN", "more"), ("OmniQuant", "more"))],

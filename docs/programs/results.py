@@ -208,7 +208,7 @@ def measure_all(model, loaded, text, data):
             args, entry = entry_of(row, model, loaded, *(["--data", text] if text else []))
             calibrates = entry.method.needs_calibration
             args.draws, args.windows = (DRAWS, WINDOWS) if calibrates else (1, 2 * WINDOWS)
-            if calibrates and row in few:
+            if calibrates and (row in few or OTHER_TEXT in row):
                 args.draws = 3
             shared = args.protocol, args.prompt, args.context, args.calib_windows, args.calib_data, args.draws
             groups[shared].append((row, args, entry))
@@ -310,12 +310,11 @@ def witness(tokens):
 
 def shape_of(*rows):
     """Draws and windows over which rows are compared: those of both. A row that was measured once is the same in every
-    draw, unless it says that it is of one draw, the first. UserError for rows of different windows."""
+    draw. UserError for rows of different windows."""
     W = min(len(row["nll"][0]) for row in rows)
     if len({row.get("windows", "")[:4 * W] for row in rows}) > 1:
         raise UserError("these rows read different windows, so their losses are no pairs")
-    draws = [len(row["nll"]) for row in rows if len(row["nll"]) > 1 or row.get("draws") == 1]
-    return min(draws, default=1), W
+    return min((len(row["nll"]) for row in rows if len(row["nll"]) > 1), default=1), W
 
 
 def along(row):

@@ -201,10 +201,10 @@ def short_table():
     """The claims whose paper and first words the page gives, without their flags."""
     known = {(section, claim.rows.split(":")[0]): claim for section, claims in CLAIMS.items() for claim in claims}
     named_here = re.findall(r"^\| (.+?) \| (.+?) \|", results.TABLES["short"], re.MULTILINE)[1:]
-    return table("paper | claim | the paper | SmolLM2 | verdict",
+    return table("paper | claim | the paper | SmolLM2 | verdict | embedded",
                  {" | ".join(words): known[words] for words in named_here},
                  lambda claim: claim.paper.split()[0], lambda claim: finding(claim, "SmolLM2").text.split(" (")[0],
-                 marked_verdict)
+                 marked_verdict, lambda claim: finding(claim, "embedded").sign)
 
 
 def rows_table(name, **more):
