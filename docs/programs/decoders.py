@@ -48,7 +48,7 @@ ZOO = {
         "text_config": {**SMALL, "head_dim": 16, **SLIDING}, "mm_tokens_per_image": 4,
         "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
                           "image_size": 28, "patch_size": 14}}),
-    "Gemma 4": ("Gemma4TextConfig", {"head_dim": 16}),
+    "Gemma 4": ("Gemma4TextConfig", {"head_dim": 16, "vocab_size_per_layer_input": 97}),
     "gpt-oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 4, **SLIDING}),
     "Ministral": ("MinistralConfig", {"head_dim": 16, **SLIDING}),
     "Mixtral": ("MixtralConfig", {"num_local_experts": 4}),
