@@ -54,25 +54,32 @@ def difference(given, right, tolerance, names="", path=()):
     if isinstance(right, dict):
         if not fits(given, right):
             return f"{place}It has to be {kind(right)}; yours is {kind(given)}."
-        return unequal(given["numbers"], right["numbers"], 0 if right["dtype"] in STORED else tolerance, place,
-                       right["shape"])
+        exact = right["dtype"] in STORED
+        return unequal(given["numbers"], right["numbers"], 0 if exact else tolerance, names, path, right["shape"])
     if isinstance(given, dict) and given.get("shape") == []:  # a tensor of one number is a number
         given = given["numbers"][0]
     if isinstance(right, float) and isinstance(given, (int, float)) and not isinstance(given, bool):
-        return unequal([given], [right], tolerance, place, [])
+        return unequal([given], [right], tolerance, names, path, [])
     if type(given) is type(right) and given == right:
         return ""
     types = [f" of type {type(value).__name__}" if given == right else "" for value in (given, right)]
     return f"{place}Yours is {kind(given)}{types[0]}; right is {kind(right)}{types[1]}."
 
 
-def place_of(path, names):
-    """Where a value stands in lists in lists, in words. names: of the first levels, what a value there is called, or by
-    `|` each of them: of "keys|values, text" the path (1, 0, 2) is "Values, text 0, value [2]: "."""
-    levels = names.split(", ") if names else []
-    said = [level.split("|")[i] if "|" in level else f"{level} {i}" for level, i in zip(levels, path)]
+def place_of(path, names, index=()):
+    """Where a value stands in lists in lists, and a number in a tensor, in words. names: of the first levels, what a
+    value there is called, or by `|` each of them; and after each `;`, of a tensor with so many dimensions, what these
+    are. Of "keys|values, layer; token, channel" the path (1, 0) and the index (7, 2) are "Values, layer 0, token 7,
+    channel 2: "."""
+    levels, *axes = [part.split(", ") for part in names.split("; ")]
+    said = [level.split("|")[i] if "|" in level else f"{level} {i}" for level, i in zip(filter(None, levels), path)]
     if rest := path[len(said):]:
         said.append(f"value {''.join(f'[{i}]' for i in rest)}, counted from 0")
+    dimensions = next((axis for axis in axes if len(axis) == len(index)), None)
+    if dimensions:
+        said += [f"{dimension} {i}" for dimension, i in zip(dimensions, index)]
+    elif index:
+        said.append(f"at {list(index)}, counted from 0")
     return ", ".join(said).capitalize() + ": " * bool(said)
 
 
@@ -86,7 +93,7 @@ def fits(given, right):
     return given["dtype"] == right["dtype"] or both_integers
 
 
-def unequal(given, right, tolerance, place, shape):
+def unequal(given, right, tolerance, names, path, shape):
     """The first number that is off, and how many are, in words; "" if none is."""
     sizes = [abs(r) for r in right if math.isfinite(r)]
     room = tolerance * max(sizes, default=0) if any(isinstance(r, float) for r in right) else 0
@@ -94,10 +101,10 @@ def unequal(given, right, tolerance, place, shape):
     if not off:
         return ""
     first, width = off[0], shape[-1] if shape else 1
-    index = [int(i) for i in np.unravel_index(first, shape)]
-    at = f"At {index} of {list(shape)}, counted from 0: " if len(right) > 1 else ""
+    index = [int(i) for i in np.unravel_index(first, shape)] if len(right) > 1 else []
+    place = place_of(path, names, index)
     digits = 4 if brief(given[first]) != brief(right[first]) else 7  # enough to see that they differ
-    said = f"{place}{at}yours is {brief(given[first], digits)}; right is {brief(right[first], digits)}."
+    said = f"{place}yours is {brief(given[first], digits)}; right is {brief(right[first], digits)}."
     if 1 < width <= WIDEST:  # the row in which it stands
         begin = first - first % width
         rows = (", ".join(map(brief, numbers[begin:begin + width])) for numbers in (given, right))

@@ -156,6 +156,7 @@ def same(request):
     right = None if request.config.getoption("--record") else right_notes(request)
 
     def note(value, hint, tolerance, names):
+        names += getattr(request.module, "AXES", "")
         notes.append((value, hint, tolerance, names))
         if right is not None:
             told = difference(value, right[len(notes) - 1][0], tolerance, names)

@@ -304,6 +304,11 @@ def test_values_that_are_wrong():
         "Value [1][0][1], counted from 0: Yours is 3; right is 4.")
     assert compare.difference([1, [[2, 3]]], [1, [[2, 4]]], 0, "length|held, text") == (
         "Held, text 0, value [1], counted from 0: Yours is 3; right is 4.")
+    cube = torch.arange(8).view(2, 2, 2)
+    given, right = compare.plain([0, cube.where(cube != 5, 9)]), compare.plain([0, cube])
+    for names, place in (("layer; head, channel; token, head, channel", "Layer 1, token 1, head 0, channel 1: "),
+                         ("keys|values; head, channel", "Values, at [1, 0, 1], counted from 0: ")):
+        assert compare.difference(given, right, 0, names).startswith(place + "yours is 9; right is 5.")
     right = compare.plain(torch.ones(2))
     assert compare.difference(right | {"numbers": []}, right, 1e-4)  # which only a record of the file's own can say
 

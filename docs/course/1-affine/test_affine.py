@@ -7,6 +7,7 @@ import torch
 points = pytest.mark.points
 FORMULAS = ("offset", "integer-zero")
 BITS = (1, 1.5, 2, 3, 4, 5, 6, 7, 8)
+AXES = "; text, head, token or group, channel or group"  # of tensors
 EIGHT = [-3.0, -2.2, -1.2, -1.0, -0.2, 0.8, 1.6, 3.0]
 
 

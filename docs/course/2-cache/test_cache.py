@@ -9,6 +9,7 @@ import pytest
 import torch
 
 points = pytest.mark.points
+AXES = "; text, place; text, head, token; text, head, token, channel"  # of tensors
 STATE = "what is read|what is held|what the codec ignored"  # the parts of `state`
 EIGHT = [0.3, 1.6, 2.2, 3.4, 4.7, 5.1, 6.6, 7.4]
 
@@ -86,7 +87,7 @@ def test_page(sub, rng, same):
             for layer in range(2):
                 tried = f"recent = {recent}, block = {block}; layer {layer}, {chunk} new tokens after {seen}"
                 same.call(cache.update, layer, None, *rng.normal(2, B, H, chunk, 4), seen, hint=f"{tried}, rotated by "
-                          "adding positions.")
+                          "adding positions.", names="keys|values")
                 held = [[cache.recent[layer, kind], list(map(list, cache.blocks[layer, kind]))] for kind in "kv"]
                 same([cache.expect(None), held], f"{tried}: the length; of keys and of values the recent rows, and "
                      "each block's codes, scale and zero",

@@ -10,6 +10,7 @@ import torch
 from tinykv.model import LlamaConfig
 
 points = pytest.mark.points
+AXES = "; text, place; text, head, token; layer, text, token, channel"  # of tensors
 
 
 # The page

@@ -9,6 +9,7 @@ import torch
 from tinykv.model import LlamaConfig
 
 points = pytest.mark.points
+AXES = "; text, head, token; text, head, token or group, channel or group"  # of tensors
 D = 8  # channels of a head
 CONFIG = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=4, num_attention_heads=2,
                      num_key_value_heads=2, head_dim=D, max_position_embeddings=64)

@@ -5,6 +5,7 @@ import torch
 from tinykv.model import Llama, LlamaConfig
 
 points = pytest.mark.points
+AXES = "; row, column; text or layer, head, token, channel"  # of tensors
 
 
 def models(rng):

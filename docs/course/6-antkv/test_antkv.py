@@ -11,6 +11,7 @@ from tinykv.methods import base
 from tinykv.model import Llama, LlamaConfig
 
 points = pytest.mark.points
+AXES = "; centre, number; text, head, token; text, head, token, channel"  # of tensors
 EIGHT = torch.tensor([[0.0], [1], [2], [3], [6], [7], [8], [9]])
 WEIGHTS = torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 5])
 
@@ -24,7 +25,7 @@ def test_page(sub, rng, same):
         (B, T, parts), H, n = rng.sizes(2, 4, 3), 1 + i % 2, rng.choice((2, 4, 8))
         x = rng.of(range(99), B, H, T, parts * 8).float()
         same.call(sub.vectors, x, n, hint="(B, Hkv, T, d) becomes (slots, B * T, n), the slots of a head next to each "
-                  "other.")
+                  "other.", names="; place, vector, number")
         codebook, codes = rng.normal(H * parts * 8 // n, 2 ** n, n), rng.of(range(256), B, H, T, parts).to(torch.uint8)
         same.call(sub.decode, codes, codebook, hint="The first code of a byte is in its lowest bits; each place has "
                   "its codebook.")
@@ -32,9 +33,9 @@ def test_page(sub, rng, same):
         q, K, kept = rng.normal(B, H * R, T, 8), rng.normal(B, H, T, 8), torch.zeros(2, B, H, T, dtype=torch.bool)
         q = q * rng.of((0.25, 1, 4), B, H * R, T, 1)
         sub.antkv(q, K, kept)
-        same([kept, q, K], f"antkv of {T} tokens, {H * R} heads of queries and {H} of keys: what is kept of keys and "
-             "of values (2, B, Hkv, T): of each text and head 1%, rounded up. A query reads no later key.",
-             names="kept|q|K")
+        same([list(kept), q, K], f"antkv of {T} tokens, {H * R} heads of queries and {H} of keys: what is kept of keys "
+             "and of values: of each text and head 1%, rounded up. A query reads no later key.",
+             names="kept|q|K, keys|values")
 
 
 # Task 1
@@ -102,7 +103,7 @@ def test_token_weights(sub, rng, same):
         gradient[0, 0] = 0
         if shape == (2, 3, 4):
             gradient[rng.randrange(2)] = 0
-        same.call(sub.token_weights, gradient, hint="All heads are sorted together.")
+        same.call(sub.token_weights, gradient, hint="All heads are sorted together.", names="; head, token")
     same.call(sub.token_weights, torch.zeros(2, 3, 4))
 
 
@@ -115,7 +116,7 @@ def test_codes(sub, rng, same):
         (B, H, T), n, m = rng.sizes(3, 3, 4), rng.choice((1, 2, 4)), rng.choice((2, 4))
         places = H * (4 // n)
         x, centroids = rng.of(range(-3, 4), B, H, T, 4).float(), rng.of(range(-3, 4), places, m, n).float()
-        same.call(sub.encode, x, centroids)
+        same.call(sub.encode, x, centroids, names="; text, token, place")
         same.call(sub.decode, rng.of(range(m), B, T, places), centroids, H)
 
 
@@ -125,7 +126,7 @@ def test_codec(sub, rng, same):
     codec = sub.Codebook(2, 8, heads=2)
     kept = torch.stack([torch.zeros(2, 60, dtype=torch.bool), rng.of((False, False, True), 2, 60)])
     codec.fit(rng.normal(2, 2, 60, 4), kept, rng.normal(2, 2, 60, 4))
-    same(codec.centroids, "the centroids of a codec that is calibrated on two windows", 1e-3)
+    same(codec.centroids, "the centroids of a codec that is calibrated on two windows", 1e-3, "; place, centroid, number")
     same(codec.decode(codec.encode(rng.normal(2, 2, 5, 4))), "what the codec reads other keys as", 1e-3)
 
 
@@ -182,4 +183,4 @@ def test_all(sub, rng, same):
         cache = KVCache(model, method, protocol)
         for chunk in rng.of(range(24), 2, 30).chunk(chunks, dim=1):
             same(model(chunk, cache), f"logits of a small model with two texts of 30 tokens in {chunks} chunks, "
-                 f"{protocol}, 10% anchors", 1e-3)
+                 f"{protocol}, 10% anchors", 1e-3, "; text, token, logit")

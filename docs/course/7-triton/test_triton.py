@@ -107,7 +107,7 @@ def topk(sub, same, rows, K, N, hint, stride=1, dtype=torch.float32):
     real = (torch.arange(K) < there[:, None]).expand(B, -1, -1)
     hint = f"topk_kernel with K = {K}, N = {N}, T = {T}, strides {h.stride()}, {dtype}: h = {rows}. {hint} "
     same([score.where(real, -1.0), position.where(real, -1)], hint + "Compared: scores and positions (B, pieces, K); "
-         "-1 here where a piece has fewer than K tokens", tolerance=0, names="scores|positions")
+         "-1 here where a piece has fewer than K tokens", tolerance=0, names="scores|positions; text, piece, place")
     same([bool((score < 0)[~real].all()), around_scores, around_positions, h, len(strays)],
          hint + "Compared: whether the scores that are left are negative; memory around both tensors, and h, which "
          "stay as they were; how many numbers are loaded that are not the text's")
@@ -230,4 +230,4 @@ def test_scores(sub, rng, same):
         same([out, around, q, len(strays)], f"scores_kernel with T = {T}, W = {W}, P = {P}, N = {N}, Hkv = {heads}, R "
              f"= {R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = {zero.tolist()}. "
              "Compared: out (99: not written), memory before and behind it, and q, which stays as it was; how many "
-             "numbers are loaded that are none of these tensors'")
+             "numbers are loaded that are none of these tensors'", names="out|memory|q|loads; head, token or channel")
