@@ -1,12 +1,9 @@
-"""Gradescope's autograder of an assignment, or of the project.
+"""Gradescope's autograder of an assignment: `python -m docs.course.gradescope NAME SEED FILE.zip` writes the upload.
 
-    python -m docs.course.gradescope zip kvsink 2039187523 kvsink.zip    what to upload; or kvsink_page, or project
-    python -m docs.course.gradescope grade kvsink 2039187523             in Gradescope's container
-    python -m docs.course.gradescope place                               there, of the project
+With a folder in the place of the zip, which is Gradescope's container, it grades what was handed in there.
 """
 import json
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from zipfile import ZipFile, ZipInfo
@@ -14,9 +11,9 @@ from zipfile import ZipFile, ZipInfo
 from docs.course import grade
 from docs.course.assignments import PAGE, PAGES, ROOT, folder_of, key_of
 from tinykv import UserError
+from tinykv.hf.files import check_target, write
+from tinykv.lab.cli import Parser, one_line
 
-BUDGET = 3.0  # true bits of a number that a method of the project may take
-HOME = Path("/autograder")
 SETUP = """#!/bin/bash
 set -e
 curl -LsSf https://astral.sh/uv/install.sh | env UV_INSTALL_DIR=/usr/local/bin sh
@@ -26,35 +23,57 @@ uv pip install --python /autograder/python --torch-backend cpu -r /autograder/so
 """
 RUN = """#!/bin/bash
 cd /autograder/source/tinykv
+/autograder/python/bin/python -m docs.course.gradescope {name} {seed} /autograder
 """
-GRADE = "/autograder/python/bin/python -m docs.course.gradescope grade {name} {seed}\n"
-PROJECT = """/autograder/python/bin/python eval_ppl.py --method /autograder/submission/method.py:Mine --bits 2,3 \\
-    --draws 3 --seed {seed} --json /autograder/table.json
-/autograder/python/bin/python -m docs.course.gradescope place
-"""
+
+
+def parser():
+    p = Parser(prog="python -m docs.course.gradescope", description=__doc__)
+    p.add_argument("name", help="an assignment, or its page: kvsink, kvsink_page")
+    p.add_argument("seed", type=int, help="from which each submission draws numbers of its own")
+    p.add_argument("path", type=Path, metavar="FILE.zip", help="a new file")
+    p.add_argument("--unconfined", action="store_true", help="grade also where a submission can read the answers")
+    return p
+
+
+def main():
+    p = parser()
+    with one_line(p):
+        args = p.parse_args()
+        folder_of(args.name)
+        if args.path.is_dir():
+            graded(args.name, args.seed, args.path, args.unconfined)
+        else:
+            make(args.name, args.seed, args.path)
 
 
 def make(name, seed, path):
     """Write a zip with what git has of this repository, and the two scripts that Gradescope runs."""
-    if name != "project":
-        folder_of(name)
-    archive = ["git", "-C", ROOT, "archive", "--format=zip", "--prefix=tinykv/", "-o", path, "HEAD"]
-    subprocess.run(archive, check=True)
-    run = RUN + (PROJECT if name == "project" else GRADE).format(name=name, seed=int(seed))
-    with ZipFile(path, "a") as file:
-        for script, text in (("setup.sh", SETUP), ("run_autograder", run)):
-            entry = ZipInfo(script)
-            entry.external_attr = 0o755 << 16  # it may be run
-            file.writestr(entry, text)
+    def fill(part):
+        archive = subprocess.run(["git", "-C", ROOT, "archive", "--format=zip", "--prefix=tinykv/", "HEAD"],
+                                 capture_output=True)
+        if archive.returncode:
+            raise UserError(f"{ROOT} is no clone of a git repository; run this in one")
+        part.write_bytes(archive.stdout)
+        with ZipFile(part, "a") as file:
+            for script, text in (("setup.sh", SETUP), ("run_autograder", RUN.format(name=name, seed=seed))):
+                entry = ZipInfo(script)
+                entry.external_attr = 0o755 << 16  # it may be run
+                file.writestr(entry, text)
+    check_target(path, "zip for Gradescope", "run_autograder")
+    write(path, fill)
 
 
-def graded(name, seed, *flags):
+def graded(name, seed, home, unconfined):
     """Write the results of all that a student has handed in for an assignment. Each submission draws numbers of its
     own: a message shows a right value, and may be read as often as one hands in."""
-    submission = json.loads((HOME / "submission_metadata.json").read_text(encoding="utf-8"))["id"]
+    metadata = home / "submission_metadata.json"
+    if not metadata.is_file():
+        raise UserError(f"{home} is a folder, and not Gradescope's; give the name of the zip that is to be written")
+    submission = json.loads(metadata.read_text(encoding="utf-8"))["id"]
     seed = int(key_of(f"{seed} {submission}")[:15], 16)
-    args = grade.parser().parse_args([str(HOME / "submission"), "--assignment", name, "--seed", str(seed), *flags])
-    files = []
+    words = [str(home / "submission"), "--assignment", name, "--seed", str(seed), *["--unconfined"] * unconfined]
+    args, files = grade.parser().parse_args(words), []
     with suppress(UserError):  # there is no Python file
         files = grade.submissions(args.submission, name)
     reports, tests = grade.grade_all(files, args), []
@@ -70,31 +89,10 @@ def graded(name, seed, *flags):
             tests.append({"title": part, "points": 0, "of": grade.points_of(part), "message": "not handed in"})
     tests = [{"name": test["title"], "score": test["points"], "max_score": test["of"], "output": test["message"],
               "status": "passed" if test["points"] else "failed"} for test in tests]
-    score = sum(test["score"] for test in tests)
-    write({"score": score, "output": "\n".join(told), "visibility": "visible", "tests": tests})
-
-
-def place():
-    """Write a student's place, by the table that eval_ppl.py has written of a method: the lowest KL within the budget.
-
-    The figures are those of a process that ran the student's file, so they can be forged, and a file that stores the
-    text has a KL of 0 in half a bit: read the files of the first places, and measure them with another seed.
-    """
-    table = HOME / "table.json"
-    rows = json.loads(table.read_text(encoding="utf-8"))["rows"] if table.exists() else []  # the method may fail
-    rows = [row for row in rows if round(row["bits_true"], 2) <= BUDGET]  # without fp16
-    result = {"score": 0, "output": f"no place: the method failed, or no row is within {BUDGET:g} true bits"}
-    if rows:
-        best = min(rows, key=lambda row: row["kld"])
-        result = {"score": 0, "output": f"KL {best['kld']:.4f} at {best['bits_true']:.2f} true bits", "leaderboard": [
-            {"name": "KL from fp16", "value": best["kld"], "order": "asc"},
-            {"name": "true bits", "value": best["bits_true"], "order": "asc"}]}
-    write(result)
-
-
-def write(result):
-    (HOME / "results" / "results.json").write_text(json.dumps(result), encoding="utf-8")
+    result = {"score": sum(test["score"] for test in tests), "output": "\n".join(told), "visibility": "visible",
+              "tests": tests}
+    (home / "results" / "results.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    {"zip": make, "grade": graded, "place": place}[sys.argv[1]](*sys.argv[2:])
+    main()

@@ -5,15 +5,15 @@ In it `check("outlier")` runs the tests of a function on what the cells so far d
 """
 import ast
 import re
-import sys
 from pathlib import Path
 
-from docs.course.assignments import folder_of, starter
+from docs.course.assignments import folder_of, folders, starter
 from docs.programs import notebook
+from tinykv.hf.files import check_target, write
+from tinykv.lab.cli import Parser, one_line
 
 BEGIN = '''"""Assignment {number}, {name}, in a notebook that lies beside its tests."""
 import subprocess
-import sys
 from pathlib import Path
 
 TESTS = {tests}
@@ -67,5 +67,16 @@ def tasks(text, tests):
     yield from (("code", f'check("{key}")') for key in tests if not key.isidentifier())
 
 
+def main():
+    p = Parser(prog="python -m docs.course.notebook", description=__doc__.split(":")[0] + ".")
+    p.add_argument("name", choices=[*folders()], help="the assignment")
+    p.add_argument("file", type=Path, metavar="F.ipynb", help="a new file, or an earlier one of this command")
+    with one_line(p):
+        args = p.parse_args()
+        text = notebook.notebook(cells_of(args.name, starter(folder_of(args.name))))
+        check_target(args.file, "notebook", "# Assignment")
+        write(args.file, lambda part: part.write_text(text, encoding="utf-8"))
+
+
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(notebook.notebook(cells_of(sys.argv[1], starter(folder_of(sys.argv[1])))), "utf-8")
+    main()

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import eval_ppl
-from docs.course import assignments, compare, compiles, confine, grade, gradescope, handout, hunt, similar
+from docs.course import assignments, compare, compiles, confine, grade, gradescope, handout, hunt, notebook, similar
 from docs.course import conftest as course
 from docs.course.assignments import PAGE
 from tinykv import UserError
@@ -35,7 +35,6 @@ from tinykv.methods.registry import METHODS
 
 fcntl, resource = pytest.importorskip("fcntl"), pytest.importorskip("resource")  # Windows grades nothing
 ROOT = Path(__file__).parents[2]
-SEED = "2039187523"
 NAMES = tuple(assignments.ANSWERS)
 PARTS = [name + part for name in NAMES for part in ("", PAGE)]
 points_in, kernels_in = cache(grade.tests_in), cache(compiles.kernels_in)
@@ -629,33 +628,21 @@ def test_a_report_takes_no_others_place(flag, of_others, run, tmp_path):
 
 # ---- other platforms, and who is alike
 
-def test_gradescopes_zip_has_the_repository_and_two_scripts(monkeypatch, tmp_path):
-    """That of the project gives eval_ppl.py words that it takes."""
-    gradescope.make("project", SEED, tmp_path / "a.zip")
-    with zipfile.ZipFile(tmp_path / "a.zip") as file:
+def test_a_wrong_word_is_told_in_a_line(run, tmp_path, monkeypatch):
+    """And an earlier file of the same command is written anew."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine").touch()
+    for program, words, told in (
+            (notebook, "ott a.ipynb", ""), (notebook, "ott a.ipynb", ""), (notebook, "ott mine", "mine already exists"),
+            (notebook, "ott_page b.ipynb", "invalid choice: 'ott_page'"), (notebook, "ott", "required: F.ipynb"),
+            (gradescope, "ott 1 a.zip", ""), (gradescope, "ott 1 a.zip", ""), (gradescope, "ott 1 .", "of the zip"),
+            (gradescope, "ott 1 mine", "mine already exists"), (gradescope, "otto 1 b.zip", "no assignment 'otto'"),
+            (gradescope, "ott 1", "required: FILE.zip"), (gradescope, "ott one b.zip", "'one'")):
+        status, out, err = run(program, *words.split())
+        assert (status, out, err.count("\n")) == (2 * bool(told), "", bool(told)) and told in err, words
+    with zipfile.ZipFile("a.zip") as file:
         assert {"setup.sh", "tinykv/docs/course/3-kvsink/answer.py"} <= {*file.namelist()}
         assert file.getinfo("run_autograder").external_attr >> 16 == 0o755
-        script = file.read("run_autograder").decode().replace("\\\n", "").replace("/autograder", str(tmp_path))
-    (tmp_path / "submission").mkdir()
-    (tmp_path / "submission" / "method.py").write_text("from tinykv.methods.rtn import RTN as Mine", "utf-8")
-    monkeypatch.setattr(sys, "argv", re.search(r"eval_ppl.py .*", script)[0].split())
-    assert flags.parse(about="").seed == int(SEED)
-
-
-ROWS = [{"kld": kld, "bits_true": bits} for kld, bits in ((0.0, 16.0), (0.3, 2.5), (0.1, 3.004), (0.01, 3.01))]
-
-
-@pytest.mark.parametrize("rows, shown", [(ROWS, [0.1, 3.004]), (ROWS[:1], []), (ROWS[3:], []), (None, [])])
-def test_the_leaderboard_has_the_best_row_within_the_budget(rows, shown, monkeypatch, tmp_path):
-    """Bits are rounded as the table shows them. A method that has no row there, or fails, has no place."""
-    monkeypatch.setattr(gradescope, "HOME", tmp_path)
-    (tmp_path / "results").mkdir()
-    if rows is not None:
-        (tmp_path / "table.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
-    gradescope.place()
-    result = json.loads((tmp_path / "results" / "results.json").read_text(encoding="utf-8"))
-    assert [entry["value"] for entry in result.get("leaderboard", [])] == shown and result["score"] == 0
-    assert ("no place" in result["output"]) == (not shown)
 
 
 def test_a_copy_is_told_from_an_answer_of_ones_own(tmp_path):

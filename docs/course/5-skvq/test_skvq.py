@@ -143,7 +143,7 @@ def test_clip_losses(sub, rng, same):
         group, weight = groups_of(rng, C, n), rng.of((0, 0.03125, 0.5, 1, 3), N)
         x = rng.normal(N, C) + rng.choice((0, 5))
         choices = [(rng.choice((0.5, 0.75, 1.0)), rng.choice((0, 1))) for _ in range(rng.randint(1, 4))]
-        same.call(sub.clip_losses, x, group, bits, choices, weight, hint="Sums of w (X - X')^2.", names="; choice, group")
+        same.call(sub.clip_losses, x, group, bits, choices, weight, hint="Sums of w (X-X')^2.", names="; choice, group")
 
 
 @points(5)

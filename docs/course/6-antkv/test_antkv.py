@@ -126,7 +126,7 @@ def test_codec(sub, rng, same):
     codec = sub.Codebook(2, 8, heads=2)
     kept = torch.stack([torch.zeros(2, 60, dtype=torch.bool), rng.of((False, False, True), 2, 60)])
     codec.fit(rng.normal(2, 2, 60, 4), kept, rng.normal(2, 2, 60, 4))
-    same(codec.centroids, "the centroids of a codec that is calibrated on two windows", 1e-3, "; place, centroid, number")
+    same(codec.centroids, "centroids of a codec that is calibrated on two windows", 1e-3, "; place, centroid, number")
     same(codec.decode(codec.encode(rng.normal(2, 2, 5, 4))), "what the codec reads other keys as", 1e-3)
 
 

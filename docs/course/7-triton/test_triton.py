@@ -5,6 +5,7 @@ import os
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,19 +33,28 @@ def places(x):
 @contextmanager
 def loads(*tensors, backwards):
     """A list that gets where a kernel loads numbers that are none of these tensors'. backwards: the last program runs
-    first; on a GPU any may."""
-    from triton.runtime.interpreter import InterpreterBuilder  # the submission has asked for the interpreter
+    first; on a GPU any may. And an argmax that may find any of equal numbers finds the last."""
+    import triton.runtime.interpreter as interpreter  # the submission has asked for it
+    from triton.language.standard import _argmax_combine_tie_break_fast as finds_any
+    builder, reduction = interpreter.InterpreterBuilder, interpreter.ReduceOps
     known = {place for x in tensors for place in places(x)}
-    strays, load, start = [], InterpreterBuilder.create_masked_load, InterpreterBuilder.set_grid_idx
+    strays, load, start, min_max = [], builder.create_masked_load, builder.set_grid_idx, reduction.min_max
 
     def watched(self, pointers, mask, *more):
         strays.extend({*pointers.data[mask.data].tolist()} - known)
         return load(self, pointers, mask, *more)
+
     def last_first(self, *program):
         start(self, *(n - 1 - i if backwards else i for n, i in zip(self.grid_dim, program)))
+
+    def last_of_equals(self, given, val_reduce_op, idx_reduce_op=None):
+        def last(x, **along):
+            return np.size(x, along["axis"]) - 1 - idx_reduce_op(np.flip(x, along["axis"]), **along)
+        return min_max(self, given, val_reduce_op, last if self.combine_fn is finds_any else idx_reduce_op)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpreterBuilder, "create_masked_load", watched)
-        patch.setattr(InterpreterBuilder, "set_grid_idx", last_first)
+        patch.setattr(builder, "create_masked_load", watched)
+        patch.setattr(builder, "set_grid_idx", last_first)
+        patch.setattr(reduction, "min_max", last_of_equals)
         yield strays
 
 

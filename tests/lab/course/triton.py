@@ -1,5 +1,6 @@
 """Assignment 7, triton: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
+    "any_of_equals": ("tie_break_left=True", "tie_break_left=False"),
     "crosses_out_all_equals": ("tl.where(tl.arange(0, N) == at, -2.0, x)", "tl.where(x == tl.max(x, axis=0), -2.0, x)"),
     "positions_of_the_piece": ("tl.store(position + row + i, first + at)", "tl.store(position + row + i, at)"),
     "sequence_forgotten": ("h + b * sequence + t * token", "h + t * token"),
