@@ -12,6 +12,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from docs.course.compiles import ASKED, verdict
+
 WIDEST = 12  # numbers of a row that is shown
 MOST = 48  # of a list in a hint
 LARGEST = 20_000  # numbers of a tensor; a right one has fewer
@@ -64,6 +66,16 @@ def difference(given, right, tolerance, names="", path=()):
         return ""
     types = [f" of type {type(value).__name__}" if given == right else "" for value in (given, right)]
     return f"{place}Yours is {kind(given)}{types[0]}; right is {kind(right)}{types[1]}."
+
+
+def complaints(given, right, errors):
+    """What is wrong with the values that a test has noted, each behind its hint. errors: a function that gives what a
+    compiler says against its kernels."""
+    for (value, *_), (wanted, hint, tolerance, names) in zip(given, right):
+        if told := difference(value, wanted, tolerance, names):
+            yield f"{hint}\n{told}"
+        elif str(wanted).startswith(ASKED) and (told := verdict(wanted, errors())):
+            yield told
 
 
 def place_of(path, names, index=()):

@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from docs.course.assignments import PAGE, answer_of, key_of, named, write_missing
-from docs.course.compare import called, difference, plain, short
-from docs.course.compiles import ASKED, errors_here, verdict
+from docs.course.compare import called, complaints, plain, short
+from docs.course.compiles import errors_here
 from docs.course.confine import confine
 
 LONGEST = 5  # seconds of computing, of a test that is recorded; a right answer needs one
@@ -132,13 +132,13 @@ def rng(request):
 class Same:
     """What a test hands over. note: a function of a value as JSON holds it, a hint, a tolerance, and `names`."""
 
-    def __init__(self, note):
-        self.note = note
+    def __init__(self, note, axes=""):
+        self.note, self.axes = note, axes
 
     def __call__(self, value, hint="", tolerance=1e-4, names=""):
         """`value` has to be what the answer gives. hint: what was tried, for the student. names: of the levels of a
         list in lists, as `compare.place_of` takes them."""
-        self.note(plain(value), hint, tolerance, names)
+        self.note(plain(value), hint, tolerance, names + self.axes)
 
     def call(self, function, *given, hint="", tolerance=1e-4, names="", then=lambda result: result):
         """So has what a function makes of its arguments, which it leaves as they are, or what `then` makes of that.
@@ -152,34 +152,29 @@ class Same:
 
 @pytest.fixture
 def same(request):
-    request.node.notes, request.node.wrong = notes, wrong = [], []
-    right = None if request.config.getoption("--record") else right_notes(request)
-
-    def note(value, hint, tolerance, names):
-        names += getattr(request.module, "AXES", "")
-        notes.append((value, hint, tolerance, names))
-        if right is not None:
-            told = difference(value, right[len(notes) - 1][0], tolerance, names)
-            if not told and str(value).startswith(ASKED):
-                told = verdict(value, errors_here(path_of(request.node), request.path))
-            if told:
-                wrong.append(f"{hint}\n{told}")
-    return Same(note)
+    node, recorded = request.node, request.config.getoption("--record")
+    node.notes, node.right = [], [] if recorded else right_notes(node)
+    return noting(node.notes, node)
 
 
-def right_notes(request):
+def noting(notes, node):
+    """A `Same` that adds to a list, with the names that a file of tests has for tensors' dimensions."""
+    return Same(lambda *note: notes.append(note), getattr(node.module, "AXES", ""))
+
+
+def right_notes(node):
     """What the answer hands to `same` in this test."""
-    name, seed = request.path.stem.removeprefix("test_"), request.config.getoption("--seed")
-    answer = answer_of(name + PAGE * request.node.name.startswith("test_page"))
-    stored = request.path.parent / "expected.json"
+    name, seed = node.path.stem.removeprefix("test_"), node.config.getoption("--seed")
+    answer = answer_of(name + PAGE * node.name.startswith("test_page"))
+    stored = node.path.parent / "expected.json"
     if answer.is_file():
         notes = []
-        request.function(sub=load(answer), rng=draws(request.node), same=Same(lambda *note: notes.append(note)))
+        node.function(sub=load(answer), rng=draws(node), same=noting(notes, node))
         return notes
     expected = json.loads(stored.read_text())
     if seed != key_of(expected["seed"]):
         pytest.fail(f"{stored} has right values for --seed {expected['seed']} alone", pytrace=False)
-    return expected["tests"][request.node.name]["notes"]
+    return expected["tests"][node.name]["notes"]
 
 
 # What becomes of it
@@ -199,8 +194,9 @@ def pytest_runtest_call(item):
     finally:
         if item.config.getoption("--record"):
             signal.setitimer(signal.ITIMER_PROF, 0)
-        if item.wrong:  # also where the student's code has then raised something
-            pytest.fail(short(min(item.wrong, key=len)), pytrace=False)
+        # also where the student's code has then raised something
+        if wrong := [*complaints(item.notes, item.right, lambda: errors_here(path_of(item), item.path))]:
+            pytest.fail(short(min(wrong, key=len)), pytrace=False)
 
 
 def too_long(number, frame):

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from docs.course import assignments, compiles, confine
 from docs.course.assignments import PAGE, ROOT, answer_of, assignment_of, folder_of, key_of, named
-from docs.course.compare import difference, short
+from docs.course.compare import complaints, short
 from docs.course.confine import hole
 from tinykv import UserError
 from tinykv.hf.files import check_target, write, write_json
@@ -161,13 +161,7 @@ def judged(test, given):
     if given is None:
         return result | {"message": "Your code ended the process, took too long, or filled its folder, before this "
                          "test was over. If no test has points, look at what the file does when it is imported."}
-    told = []
-    for (value, *_), (wanted, hint, tolerance, names) in zip(given["notes"], test["notes"]):
-        if wrong := difference(value, wanted, tolerance, names):
-            told.append(f"{hint}\n{wrong}")
-        elif error := compiles.verdict(wanted, given["errors"]):
-            told.append(error)
-    if told:
+    if told := [*complaints(given["notes"], test["notes"], lambda: given["errors"])]:
         return result | {"message": short(min(told, key=len))}
     if given["fault"] or len(given["notes"]) != len(test["notes"]):
         return result | {"message": short(str(given["fault"])) or "Your code ended this test before it was over."}

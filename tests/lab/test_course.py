@@ -136,21 +136,6 @@ def test_what_is_wrong_in_an_answer_stands_there_once():
         assert set(counts.values()) == {1}, (part, counts)
 
 
-@pytest.mark.parametrize("key, changes", [
-    ("test_kmeans", [(" lloyd(points, weights, centres)\n     ", " lloyd(points, weights, centres=centres)\n     ")]),
-    ("test_keep", [("import Method, best_tokens\n",
-                    "import Method, best_tokens as best\nfrom tinykv.methods import base\n"),
-                   (" best_tokens(layer_cache.keys, n, count)", " best(count=count, rows=layer_cache.keys, n=n)"),
-                   (" best_tokens(layer_cache.v", " base.best_tokens(layer_cache.v")])])
-def test_a_function_may_be_called_in_any_way(key, changes, tmp_path):
-    text = right_text("antkv")
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
-    assert has_points(tmp_path / "mine.py", "antkv", key)
-
-
 def test_a_starter_of_last_term_loses_what_the_changelog_says(tmp_path):
     """By a line that was given then."""
     text, now, then = right_text("antkv"), "self.scheme = vq", "self.scheme, self.k_bits, self.v_bits = vq, m, m"

@@ -2,7 +2,6 @@
 
 The codec rounds to whole numbers, so that what is read can be followed by eye. Where a token is ignored it reads as 99.
 """
-import gc
 from itertools import product
 
 import pytest
@@ -57,11 +56,6 @@ def parts(rows):
 def state(rows):
     """What is read of rows, what they hold, and what their codec was told to ignore, call by call."""
     return [rows.read(), parts(rows), rows.codec.ignored]
-
-
-def tensors():
-    """All tensors, wherever they are held: {its id: its bytes}."""
-    return {id(x): x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor}
 
 
 def keys(numbers, B=1, H=1):
@@ -157,11 +151,8 @@ def test_nbytes(sub, rng, same):
     """nbytes, quantize: what is held, and no more"""
     same(sub.Rows(Coarse()).nbytes, "nbytes of rows that hold nothing")
     for B, H, n, kept in ((2, 3, 7, [[1, 8, 3], [0, 2, 4]]), (1, 1, 7, [[0, 1, 2]]), (2, 1, 9, [[0, 1, 2]] * 2)):
-        before, rows = tensors(), sub.Rows(Coarse())
-        d = rng.randint(3, 12)
+        rows, d = sub.Rows(Coarse()), rng.randint(3, 12)
         rows.append(rng.normal(B, H, 9, d))
-        same(rows.recent.untyped_storage().nbytes() <= 1.5 * rows.recent.nbytes, f"9 tokens with B = {B}, H = {H}, d = "
-             f"{d}: whether `recent` has no room for more, of which nbytes says nothing")
         held = [rows.nbytes]
         rows.keep(torch.tensor(kept))
         held.append(rows.nbytes)
@@ -171,10 +162,6 @@ def test_nbytes(sub, rng, same):
         same(held, tried + "bytes")
         same([part.untyped_storage().nbytes() <= 2 * part.nbytes for part in (rows.recent, rows.kept_rows)], tried +
              "whether `recent` and the kept rows have memory of their own; a slice keeps all of it alive")
-        rows.read()
-        rows.codec.ignored.clear()
-        new = sum(size for x, size in tensors().items() if x not in before)
-        same(new <= rows.nbytes, tried + "whether no more is held, in `Rows` or anywhere else, than nbytes says")
 
 
 # Task 2

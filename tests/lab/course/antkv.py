@@ -6,7 +6,6 @@ WRONG = {
     "further_draws_without_weights": ("weights.double() * square.min(dim=1).", "square.double().min(dim=1)."),
     "empty_centres_move_together": ("points[spare.pop(0)]", "points[spare[0]]"),
     "points_without_weight_count": ("far[weights == 0] = -1", "pass"),
-    "never_stops": ("if torch.equal(before, centres):", "if False:"),
     "stops_when_near": ("torch.equal(before, centres)", "torch.allclose(before, centres, atol=1e-3)"),
     "heads_of_zeros_weigh_1": (
         "    ordered = sorted",

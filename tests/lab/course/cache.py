@@ -25,16 +25,6 @@ WRONG = {
         "        first = torch.arange(positions.shape[1]).expand_as(positions)\n"
         "        if positions.equal(first):\n            self.kept_rows = rows[:, :, :positions.shape[1]]\n"
         "        self.kept_positions = positions.to(torch.int32)"),
-    "room_for_twice_as_many": (
-        "        self.recent = rows if self.recent is None else torch.cat((self.recent, rows), dim=2)",
-        "        rows = rows if self.recent is None else torch.cat((self.recent, rows), dim=2)\n"
-        "        self.recent = torch.cat((rows, rows), dim=2)[:, :, :rows.shape[2]]"),
-    "decoded_rows_elsewhere": (
-        "            parts.insert(0, self.codec.decode(self.codes).half())",
-        "            known = Rows.__dict__.get(\"known\") or setattr(Rows, \"known\", {}) or Rows.known\n"
-        "            if known.get(id(self), (0,))[0] != self.n_coded:\n"
-        "                known[id(self)] = self.n_coded, self.codec.decode(self.codes).half(), self\n"
-        "            parts.insert(0, known[id(self)][1])"),
 }
 
 # of the page
