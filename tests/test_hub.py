@@ -1,18 +1,15 @@
-"""Models and texts from the hub: a server on this machine stands for it. Nothing is fetched from beyond."""
+"""Models and texts from the hub: a folder stands for what its library downloads. Nothing is fetched from beyond."""
 import gzip
 import hashlib
-import http.server
 import io
 import json
-import threading
-import time
+import shutil
 import zipfile
-from functools import partial
-from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 from test_checkpoint import PIECES, same, tiny, told
 from test_data import Letters, spelled
 
@@ -21,90 +18,55 @@ from tinykv.hf.hub import HubFile, fetch_file, fetch_model
 from tinykv.lab.data import load_windows
 from tinykv.lab.data.windows import HUB_FILES
 
-COMMIT = "c" * 40
-
-
-class Requests(http.server.SimpleHTTPRequestHandler):
-    """Files of a folder, each with the headers that the hub gives; and the paths of GET requests in `asked`."""
-
-    def do_GET(self):
-        self.server.asked.append(self.path)
-        super().do_GET()
-
-    def end_headers(self):
-        file = Path(self.translate_path(self.path))
-        if file.is_file():
-            self.send_header("ETag", f'"{hashlib.sha256(file.read_bytes()).hexdigest()}"')
-            self.send_header("X-Repo-Commit", COMMIT)
-        super().end_headers()
-
-    def log_message(self, *args):
-        pass
-
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The server, which the hub's library asks instead of the hub."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Requests, directory=tmp_path / "site"))
-    server.folder, server.asked = tmp_path / "site", []
-    site = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(constants, "ENDPOINT", site)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", site + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    """The folder of all files that the hub has."""
+    def download(repo, name, repo_type, revision):
+        assert (repo, repo_type, revision) == ("some/texts", "dataset", "main")
+        return tmp_path / "site" / name
+
+    def download_all(repo, **patterns):
+        names = [path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*.*")]
+        for name in filter_repo_objects(names, **patterns):
+            shutil.copy(tmp_path / "site" / name, tmp_path)
+        return tmp_path
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download_all)
     fetch_model.cache_clear()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def put(hub, path, body):
-    """A file on the site."""
-    file = hub.folder / path
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(body)
+    (tmp_path / "site" / "original").mkdir(parents=True)
+    return tmp_path / "site"
 
 
 def offer(hub, name, body, sha256=None):
-    """A HubFile that the site has."""
-    put(hub, f"datasets/some/texts/resolve/main/{name}", body)
+    """A HubFile that the hub has."""
+    (hub / name).write_bytes(body)
     return HubFile("some/texts", name, sha256 or hashlib.sha256(body).hexdigest())
 
 
-def test_a_model_by_its_name(hub, tmp_path):
+def test_a_model_by_its_name(hub):
     """config, tokenizer and weights, and not the same weights once more in another layout."""
-    hf.save(tiny(), PIECES, tmp_path / "model")
-    content = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    content |= {"consolidated.safetensors": b"x", "original/params.json": b"x", "pytorch_model.bin": b"x"}
-    tree = [{"type": "file", "path": name, "size": len(body), "oid": "0" * 40} for name, body in content.items()]
-    put(hub, "api/models/owner/tiny/revision/main", json.dumps({"id": "owner/tiny", "sha": COMMIT}).encode())
-    put(hub, f"api/models/owner/tiny/tree/{COMMIT}", json.dumps(tree).encode())
-    for name, body in content.items():
-        put(hub, f"owner/tiny/resolve/{COMMIT}/{name}", body)
+    hf.save(tiny(), PIECES, hub)
+    for other in ("consolidated.safetensors", "original/params.json", "pytorch_model.bin"):
+        (hub / other).touch()
     model, tokenizer = hf.load("owner/tiny")
     assert same(model, tiny()) and tokenizer.encode("the bell rings")
-    asked = [path.rpartition("/")[2] for path in hub.asked if "/resolve/" in path]
-    assert sorted(asked) == sorted(path.name for path in (tmp_path / "model").iterdir())  # each once
+    assert {path.name for path in hub.parent.iterdir()} == {"site", "config.json", "model.safetensors",
+                                                            "tokenizer.model"}
 
 
-def test_a_name_that_the_hub_does_not_have_is_told(hub):
-    assert "owner/none" in told(hf.load, "owner/none") and hub.asked
-
-
-def test_a_text_without_a_network_is_one_line(hub, monkeypatch):
-    hub.shutdown()
-    hub.server_close()
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+def test_what_the_hub_does_not_give_is_told(hub, monkeypatch):
+    def fail(*given, **named):
+        raise ConnectionError("no network\nand a second line")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert "owner/none cannot be fetched from the hub (no network and" in told(hf.load, "owner/none")
     assert "wikitext" in told(load_windows, "wikitext2", Letters(), 8, 1)
 
 
-def test_a_file_is_fetched_once_and_known_by_its_content(hub):
-    file = offer(hub, "f.bin", bytes(range(256)) * 1000)
-    path = fetch_file(file)
-    assert Path(path).read_bytes() == bytes(range(256)) * 1000 and fetch_file(file) == path and len(hub.asked) == 1
+def test_a_file_is_known_by_its_content(hub):
+    path = fetch_file(offer(hub, "f.bin", b"something"))
+    assert path.read_bytes() == b"something"
     text = told(fetch_file, offer(hub, "g.bin", b"something else", sha256="0" * 64))
     assert "SHA-256" in text and "g.bin" in text
 
