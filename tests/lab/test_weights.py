@@ -214,25 +214,6 @@ def test_numbers_that_are_not_finite_are_an_error(which, quantizer, weight):
         quantize(model, quantizer, text())
 
 
-def test_each_block_is_quantized_for_what_the_quantized_ones_before_give():
-    """A bar may go along with the blocks."""
-    class Notes(RTN):
-        needs_text = True
-
-        def quantize(self, block, run, full, quantized):
-            seen.append((full, quantized))
-            super().quantize(block, run, full, quantized)
-    model, seen, bars = tiny(), [], []
-    model.model["layers"].append(copy.deepcopy(model.model["layers"][0]))
-    coded = quantize(model, Notes(3), text(), progress=lambda blocks: bars.append(len(blocks)) or blocks)
-    assert bars == [3]
-    for of, inputs in zip((model, coded), zip(*seen)):
-        h = of.model["embed_tokens"](text())  # (W, T, D)
-        for block, read in zip(of.model["layers"], inputs, strict=True):
-            torch.testing.assert_close(read, h)
-            h = BlockRunner(of)(block, h)  # (W, T, D)
-
-
 # ---- gptq
 
 def plain_obq(W, Hessian, bits, G):
