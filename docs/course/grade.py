@@ -270,7 +270,7 @@ def print_report(report, show_all):
 
 
 def print_table(reports, folder):
-    lines, graded = [], {}
+    lines = []
     for report in reports:
         failed = [test for test in report["tests"] if not test["points"]]
         told = [report["fault"].replace(f"{folder}{os.sep}", "")] if report["fault"] else {
@@ -280,12 +280,7 @@ def print_table(reports, folder):
         file = printable(str(Path(report["file"]).relative_to(folder)))
         points = f"{report['points']}/{report['of']}"
         lines.append([file, report["assignment"], points, textwrap.shorten(printable(", ".join(told)), 100)])
-        if not report["fault"]:
-            graded.setdefault((report["student"], report["assignment"]), []).append(file)
     print(Columns(["submission", "assignment", "points", "what failed"], lines, left=4))
-    for (student, name), several in graded.items():
-        if len(several) > 1:
-            print(f"{printable(student)} has handed in {len(several)} files for {name}: say which counts")
 
 
 def totals(reports, before=""):

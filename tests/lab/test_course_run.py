@@ -85,8 +85,7 @@ def test_a_class_is_graded_and_one_student_again(tmp_path):
     words = "--seed", SEED, "--points", marks, "--json", record
     said("-m", "docs.course.grade", one, *words)
     told = said("-m", "docs.course.grade", mixed, "--assignment", "kvsink", *words)
-    for why in ("UTF-16", "SyntaxError", "notebook.ipynb", "for the assignment KVSink", "hal has handed in 2 files",
-                "ivy: no Python file"):
+    for why in ("UTF-16", "SyntaxError", "notebook.ipynb", "for the assignment KVSink", "ivy: no Python file"):
         assert re.search(why, told), (why, told)
 
     def rows():

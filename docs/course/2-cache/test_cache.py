@@ -83,8 +83,7 @@ def test_page(sub, rng, same):
                 same.call(cache.update, layer, None, *rng.normal(2, B, H, chunk, 4), seen, hint=f"{tried}, rotated by "
                           "adding positions.", names="keys|values")
                 held = [[cache.recent[layer, kind], list(map(list, cache.blocks[layer, kind]))] for kind in "kv"]
-                same([cache.expect(None), held], f"{tried}: the length; of keys and of values the recent rows, and "
-                     "each block's codes, scale and zero",
+                same([cache.expect(None), held], tried,
                      names="length|held, keys|values, recent rows|blocks, block, codes|scale|zero")
             seen += chunk
         same(cache.bits(), f"recent = {recent}, block = {block}: bits of a number after {seen} tokens", 1e-5)
@@ -97,8 +96,8 @@ def test_append(sub, rng, same):
     """append, read: recent rows, in fp16"""
     rows = sub.Rows(Coarse())
     for T, dtype in ((3, torch.float32), (1, torch.bfloat16), (2, torch.float16), (4, torch.float64)):
-        same.call(rows.append, rng.normal(2, 3, T, 4).to(dtype), then=lambda _: state(rows), hint=f"The rows are "
-                  f"{dtype}. Compared, after that: what is read; n_coded, recent, kept.", names=STATE)
+        same.call(rows.append, rng.normal(2, 3, T, 4).to(dtype), then=lambda _: state(rows),
+                  hint=f"The rows are {dtype}.", names=STATE)
 
 
 @points(9)
@@ -142,8 +141,7 @@ def test_rows(sub, rng, same):
                 kept = [rng.sample(row, p) for row in free]
                 rows.keep(torch.tensor(kept))
             done.append(what if what != "keep" else f"keep {kept}")
-            same(state(rows), f"{B} sequences, {H} heads; after {', '.join(done)}: what is read; n_coded, recent, "
-                 "kept; what the codec was told to ignore", names=STATE)
+            same(state(rows), f"{B} sequences, {H} heads; after {', '.join(done)}", names=STATE)
 
 
 @points(6)
@@ -206,8 +204,8 @@ def test_update_of_eight_numbers(sub, rng, same):
         for part in keys(numbers).split(chunk, dim=2):
             given = layer.update(part, 10 * part)
             same([given, layer.length, layer.keys.n_coded], f"keys {numbers}, {chunk} at a time, under {protocol}, "
-                 "recent = 1, block = 3, nothing kept: keys and values that attention gets, length, n_coded. A "
-                 "stream reads before it quantizes; under paper it is the other way round.",
+                 "recent = 1, block = 3, nothing kept: A stream reads before it "
+                 "quantizes; under paper it is the other way round.",
                  names="attention|length|n_coded, keys|values")
 
 
@@ -224,9 +222,8 @@ def test_update(sub, rng, same):
             k, v = rng.normal(2, B, H, rng.choice((1, rng.randint(1, 6))), 2) * 9
             same.call(layer.update, k, v, hint=f"{protocol}, recent = {recent}, block = {block}, chunk {i // 2} of "
                       f"text {i % 2}.", names="keys|values")
-            same([layer.length, layer.method.asked, state(layer.keys), state(layer.values)], "After that: length; when "
-                 "method.keep was asked (n, length, n_coded, recent keys, recent values); what is read, held and "
-                 "ignored of keys and of values", names="length|keep|keys|values")
+            same([layer.length, layer.method.asked, state(layer.keys), state(layer.values)], "After that. "
+                 "`keep` gets (n, length, n_coded, recent keys, recent values).", names="length|keep|keys|values")
 
 
 # Task 3
@@ -255,5 +252,4 @@ def test_all(sub, rng, same):
         for _ in range(1 if protocol == "paper" else 5):
             k, v = rng.normal(2, 2, 2, rng.randint(1, 5), 2) * 9
             same([layer.update(k, v), parts(layer.keys), parts(layer.values), layer.keys.nbytes],
-                 f"PFN with N = {N} under {protocol}, recent = {recent}, block = {block}: what attention gets; what is "
-                 "held of keys and values; bytes of the keys", names="attention|keys|values|bytes")
+                 f"PFN({N}, {recent}, {block}) under {protocol}", names="attention|keys|values|bytes")

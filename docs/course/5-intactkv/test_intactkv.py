@@ -63,9 +63,8 @@ def test_page(sub, rng, same):
         cache, (B, T) = sub.Cache(Turn(), rows, bits), rng.sizes(3, 4)
         for layer in range(3):
             k, v = rng.normal(2, B, 2, T, 4)
-            same([cache.update(layer, None, k, v, n), cache.rows[layer], k, v], f"Cache.update in layer {layer} with a "
-                 f"prefix of {n} rows, {bits} bits: what attention gets, rotated by factors 1, 2, ..; the text's own "
-                 "rows, as they are held; and the given rows", names="attention|held|given k|given v, keys|values")
+            same([cache.update(layer, None, k, v, n), cache.rows[layer], k, v], f"Cache.update, layer {layer}, prefix "
+                 f"of {n} rows, {bits} bits; rotated by 1, 2, ..", names="attention|held|given k|given v, keys|values")
     for _ in range(4):
         same.call(sub.loss_of, *rng.normal(2, 3, 2, 4, 5), hint="It is half of the sum of the layers' means.")
 

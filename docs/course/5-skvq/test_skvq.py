@@ -41,8 +41,7 @@ def test_page(sub, rng, same):
             for kind in "kv":
                 block = [part.float() for part in cache.blocks[0, kind][-1]]
                 same([block, len(cache.blocks[0, kind]), cache.kept[0, kind], cache.recent[0, kind]], f"Cache.write of "
-                     f"block {i}, {kind} of {tables}, {dtype}, n_kept = {n_kept}: codes, "
-                     "scale and zero of the block; how many blocks there are; the text's first rows; what is recent",
+                     f"block {i}, {kind} of {tables}, {dtype}, n_kept = {n_kept}",
                      names="block|how many blocks|first rows|recent rows, codes|scale|zero")
 
 

@@ -1,22 +1,11 @@
 """Assignment 6, antkv: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
-    "last_of_equals": ("return square.argmin(dim=1)", "return square.shape[1] - 1 - square.flip(1).argmin(dim=1)"),
-    "first_draw_without_weights": ("odds = [], weights.double()", "odds = [], torch.ones_like(weights).double()"),
-    "distance_not_squared": (".double() * square.min(dim=1).values", ".double() * square.min(dim=1).values.sqrt()"),
-    "further_draws_without_weights": ("weights.double() * square.min(dim=1).", "square.double().min(dim=1)."),
     "empty_centres_move_together": ("points[spare.pop(0)]", "points[spare[0]]"),
     "points_without_weight_count": ("far[weights == 0] = -1", "pass"),
     "stops_when_near": ("torch.equal(before, centres)", "torch.allclose(before, centres, atol=1e-3)"),
     "heads_of_zeros_weigh_1": (
         "    ordered = sorted",
         "    norm = norm.masked_fill(norm.amax(1, keepdim=True) == 0, 1.0)\n    ordered = sorted"),
-    "one_codebook": ("nearest(points, book) for", "nearest(points, centroids[0]) for"),
-    "queries_from_the_start": ("torch.arange(S - T, S)[:, None]", "torch.arange(T)[:, None]"),
-    "no_norm": ("A * (1 - A) * norm", "A * (1 - A)"),
-    "heads_interleaved": ("k.repeat_interleave(H // Hkv, dim=1)", "k.repeat(1, H // Hkv, 1, 1)"),
-    "rounded_down": (
-        "count = -(-self.percent * layer_cache.length // 100)", "count = self.percent * layer_cache.length // 100"),
-    "anchors_of_keys_for_values": ("(layer_cache.values, n, share)", "(layer_cache.keys, n, share)"),
     "counts_in_floats": (
         "count = -(-self.percent * layer_cache.length // 100)",
         "count = int(-(-self.percent / 100 * layer_cache.length // 1))"),

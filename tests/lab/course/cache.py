@@ -5,12 +5,8 @@ WRONG = {
         "            if positions is None:\n"
         "                self.keys.kept_positions = self.values.kept_positions = None\n"
         "            if positions is not None:\n"),
-    "kept_tokens_count": ("self.codec.encode(oldest, ignore)", "self.codec.encode(oldest)"),
     "paper_quantizes_all_again": ("            return waiting\n", "            return self.length\n"),
     "asks_always": ("if n > 0:", "if True:"),
-    "needs_n_tokens": ("torch.arange(min(self.preserve, layer.length))", "torch.arange(self.preserve)"),
-    "forgets_the_batch": ("first.repeat(layer.keys.recent.shape[0], 1)", "first[None]"),
-    "an_empty_tensor": ("if self.preserve == 0:", "if False:"),
     "remembers_a_text_in_the_method": (
         "        first = torch.arange(min(self.preserve, layer.length))\n"
         "        return first.repeat(layer.keys.recent.shape[0], 1)",

@@ -1,15 +1,11 @@
 """Assignment 3, kvsink: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
-    "forgets_the_magnitude": ("hidden[0].abs().tolist()", "hidden[0].tolist()"),
     "median_of_all_numbers": ("middle(of_token)", "middle(sum(tokens, []))"),
     "median_of_the_channel": ("middle(of_token)", "middle([t[token.index(largest)] for t in tokens])"),
     "first_window_decides": ("winner = max(votes, key=votes.count, default=None)", "winner = (votes or [None])[0]"),
     "layer_of_all_windows": ("for layer, c in named if c == winner", "for layer, c in named"),
     "on_the_method": ("cache.shared.sinks = torch.tensor", "self.sinks = cache.shared.sinks = torch.tensor"),
-    "sinks_of_the_first_sequence": (".sinks = torch.tensor(sinks)", ".sinks = torch.tensor(sinks[:1] * len(sinks))"),
     "keeps_one_sequence_for_all": (".unsqueeze(1)", "[:1].unsqueeze(1).expand(len(layer_cache.shared.sinks), 1, -1)"),
-    "forgets_the_head_dimension": ("layer_cache.shared.sinks.unsqueeze(1)", "layer_cache.shared.sinks"),
-    "nothing_without_outlier": ("return first_tokens(layer_cache, self.preserve)", "return None"),
     "positions_in_fp16": (".sinks = torch.tensor(sinks)", ".sinks = torch.tensor(sinks, dtype=torch.float16).long()"),
     "positions_in_bf16": (".sinks = torch.tensor(sinks)", ".sinks = torch.tensor(sinks, dtype=torch.bfloat16).long()"),
     "no_median_below_one": ("largest / middle(of_token)", "largest / max(middle(of_token), 1.0)"),

@@ -1,15 +1,10 @@
 """Assignment 5, skvq: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
-    "largest_magnitude": ("rows.max(dim=0).values", "rows.abs().max(dim=0).values"),
     "kept_tokens_as_zeros": (
         "rows = [row for i, row in enumerate(x) if kept is None or not kept[i]]",
         "rows = [row if kept is None or not kept[i] else row * 0 for i, row in enumerate(x)]"),
-    "groups_by_the_width": ("torch.stack([lo, hi], dim=1)", "torch.stack([hi - lo], dim=1)"),
     "no_largest_zero": ("z.clamp(-LARGEST, LARGEST)", "z"),
-    "one_alpha_for_all_groups": ("(low, high, bits, alpha[g], centre[g])", "(low, high, bits, alpha[0], centre[0])"),
     "mean_for_the_sum": ("errors[:, group == g].sum()", "errors[:, group == g].mean()"),
-    "no_weights": (" * weight[:, None]", ""),
-    "weights_squared": (" * weight[:, None]", " * weight[:, None] ** 2"),
     "changes_its_argument": ("    return h.clamp(SMALLEST", "    hi -= lo\n    return h.clamp(SMALLEST"),
     "small_weights_cleared_in_place": ("(len(choices), n)\n", "(len(choices), n)\n    weight[weight < 0.1] = 0\n"),
 }

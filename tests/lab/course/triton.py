@@ -1,13 +1,7 @@
 """Assignment 7, triton: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
     "any_of_equals": ("tie_break_left=True", "tie_break_left=False"),
-    "crosses_out_all_equals": ("tl.where(tl.arange(0, N) == at, -2.0, x)", "tl.where(x == tl.max(x, axis=0), -2.0, x)"),
-    "positions_of_the_piece": ("tl.store(position + row + i, first + at)", "tl.store(position + row + i, at)"),
-    "sequence_forgotten": ("h + b * sequence + t * token", "h + t * token"),
-    "numbers_are_neighbours": ("h + b * sequence + t * token", "h + b * sequence + t"),
-    "loads_past_the_end": ("t * token, mask=real, other=0.0)", "t * token)"),
     "unpacks_past_the_end": ("tl.load(packed + t * W + w, mask=real, other=0)", "tl.load(packed + t * W + w)"),
-    "missing_tokens_are_zero": ("tl.where(real, tl.abs(x), -1.0)", "tl.abs(x)"),
     "offset_of_the_sums": ("return q * scale, q @ zero", "return q * scale, q.sum(1) * zero.sum()"),
     "heads_interleaved": ("kv = head // R", "kv = head % (tl.num_programs(1) // R)"),
     "a_kv_head_for_each_head": ("kv = head // R", "kv = 0"),
