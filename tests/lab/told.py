@@ -23,7 +23,7 @@ class Told(Method):
     """kept: {kind: (tokens of each head, ...)}, in turn by sequence."""
 
     def __init__(self, pair, rope="post", recent=0, block=1, v_block=None, kept=None, window=None):
-        super().__init__(SimpleNamespace(sliding_window=window))
+        super().__init__(SimpleNamespace(sliding_window=window, num_hidden_layers=1))
         self.codecs, self.rope, self.recent, self.kept = [pair], rope, recent, kept or {}
         self.blocks = {"k": block, "v": v_block or block}
 

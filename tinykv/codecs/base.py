@@ -215,7 +215,7 @@ class Codec:
         w), in the channels' order. No piece crosses a multiple of `width`. tokens: n, or groups and tokens of a group.
         """
         x = self.decode(codes).float()  # (B, Hkv, n, d)
-        return [x.split(width or x.shape[-1], dim=-1)]
+        return [x.split(math.gcd(PIECE, width, x.shape[-1]), dim=-1)]
 
     def apart(self, codes):
         """What `pieces` leave out: its places in (B, Hkv, n, d), as indices in one list, and how much; or None."""

@@ -9,9 +9,10 @@ values.
 import math
 import warnings
 from copy import copy
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
@@ -19,8 +20,12 @@ from tinykv.codecs.base import Codec
 from tinykv.methods.antkv import AnTKV, equation_5
 from tinykv.model import turned
 
-LEAST = 256  # coded tokens; fewer are decoded as ever: to compile takes seconds, and once more for sizes of 1
+LEAST = 1024  # coded tokens; fewer are decoded, and read by torch's own attention
 TILE = 64  # tokens whose cosines and sines stay in the processor's cache
+# no part of a loop is written to memory because it is long, and a product and a sum are one instruction
+SETTINGS = dict.fromkeys(["realize_reads_threshold", "realize_opcount_threshold", "realize_cpu_opcount_threshold",
+                          "realize_acc_reads_threshold", "realize_cpu_acc_reads_threshold"], 2 ** 20)
+SETTINGS["cpp.enable_floating_point_contract_flag"] = "fast"
 
 
 def scores(q, codec, codes, cos=None, sin=None):
@@ -72,19 +77,27 @@ def outputs(p, codec, codes):
     return out if codec.rotation is None else out @ codec.rotation.to(out)
 
 
-COMPILED = {(function, simdlen): torch.compile(function, options={"cpp.simdlen": simdlen})
-            for function in (scores, outputs) for simdlen in (None, 256)}
+@cache
+def compiled(function, simdlen):
+    """`scores` or `outputs` as torch compiles it: a loop for each kind of codec, whose numbers are its constants."""
+    from torch._inductor.compile_fx import compile_fx  # only now: it takes seconds
+    known = torch._inductor.list_options()
+    settings = {name: value for name, value in SETTINGS.items() if name in known}
+
+    def compile_graph(graph, inputs):
+        # sums of any length are plain loops: in sums that are known to be long, torch calls a helper for each number
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+            return compile_fx(graph, inputs, config_patches=settings | {"cpp.simdlen": simdlen})
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(function, backend=compile_graph, dynamic=False)
 
 
-# every codec gets a loop of its own, in which its numbers are constants: none grows general because others differ
-@torch._dynamo.config.patch(recompile_limit=64, automatic_dynamic_shapes=False)
 def run(function, x, rows, *tables):
     """`scores` or `outputs` of the coded tokens of a CachedRows; compiled, once for all lengths."""
-    if rows.n_coded < LEAST:
-        return function(x, rows.codec, rows.codes, *tables)
     # integer zero points become floats before the loop: torch makes no vectors of int16
-    codes = copy(rows.codes)
+    codes = rows.codes
     if getattr(codes, "zero", codes.packed).dtype == torch.int16:
+        codes = copy(codes)
         codes.zero = codes.zero.float()
     for tensor in vars(codes).values():
         torch._dynamo.maybe_mark_dynamic(tensor, 2)
@@ -92,7 +105,7 @@ def run(function, x, rows, *tables):
         torch._dynamo.maybe_mark_dynamic(table, 0)
     if function is outputs:
         torch._dynamo.maybe_mark_dynamic(x, 3)
-    return COMPILED[function, rows.codec.simdlen](x, rows.codec, codes, *tables)
+    return compiled(function, rows.codec.simdlen)(x, rows.codec, codes, *tables)
 
 
 def sparse(places, x, shape, n, kind, cos=None, sin=None):
@@ -132,13 +145,18 @@ class CompiledLayer(LayerCache):
         if q.shape[2] > 1:
             return self.read()
         H, Hkv, d = q.shape[1], self.keys.recent.shape[1], q.shape[3]
+        window = self.method.config.sliding_window or self.length
         q = self.rope.rotate(q, seen)  # (B, H, 1, d)
+        if min(self.keys.n_coded, self.values.n_coded) < LEAST and not self.is_summing:
+            K, V = (x[:, :, -window:] for x in self.read())  # (B, Hkv, up to window, d) both
+            return scaled_dot_product_attention(q, K, V, enable_gqa=True)
         q = q.float() / math.sqrt(d)
         q = q.reshape(-1, Hkv, H // Hkv, d)  # (B, Hkv, R, d)
-        p = self.scores(q).softmax(-1)  # (B, Hkv, R, S)
-        if self.is_choosing and type(self.method).score is AnTKV.score:
-            norm = q.norm(dim=-1) * math.sqrt(d)  # (B, Hkv, R)
-            self.eq_5 = equation_5(p, norm)  # before `output` writes into p
+        s = self.scores(q)  # (B, Hkv, R, S)
+        s[..., :max(0, self.length - window)] = -math.inf
+        p = s.softmax(-1)
+        if self.is_summing:
+            self.sum_scores(p, q.norm(dim=-1) * math.sqrt(d))  # before `output` writes into p
         return self.output(p).reshape(-1, H, 1, d).to(self.dtype)
 
     def scores(self, q):
@@ -162,8 +180,6 @@ class CompiledLayer(LayerCache):
             if self.method.rope == "pre":
                 kept = turned(kept, cos[index[:, :, 0]], sin[index[:, :, 0]])
             s.scatter_(-1, index, q @ kept.transpose(-2, -1))
-        window = self.method.config.sliding_window or self.length
-        s[..., :max(0, self.length - window)] = -math.inf
         return s
 
     def output(self, p):
@@ -194,12 +210,23 @@ class CompiledLayer(LayerCache):
         """An evaluation, too, reads a stream token by token."""
         return self.length + 1
 
+    @property
+    def is_summing(self):
+        """AnTKV's scores are sums of attention's weights."""
+        return self.is_choosing and type(self.method).score is AnTKV.score
+
+    def sum_scores(self, p, q_norm):
+        """AnTKV's scores of the tokens in full precision, of weights p (B, Hkv, R, S) and |q| (B, Hkv, R)."""
+        for i, rows in enumerate((self.keys, self.values)):
+            parts = [p[..., rows.n_coded:]]  # recent | kept
+            if rows.kept_rows is not None:
+                parts.append(p.gather(-1, places(rows, p)[0]))  # (B, Hkv, R, p)
+            scores = [equation_5(A, q_norm)[i] for A in parts]  # (B, Hkv, r or p) each
+            rows.finite = rows.finite & torch.stack([x.isfinite().all() for x in scores]).all()
+            rows.accumulate(scores[0], scores[1] if scores[1:] else None)
+
     def score(self, q, seen, attended):
-        if q.shape[2] == 1 and type(self.method).score is AnTKV.score:  # its scores are sums of attention's weights
-            for rows, scores in zip((self.keys, self.values), self.eq_5):  # (B, Hkv, S)
-                rows.finite = rows.finite & scores.isfinite().all()
-                rows.add_scores(scores)
-        else:
+        if q.shape[2] > 1 or not self.is_summing:
             super().score(q, seen, self.read() if isinstance(attended, torch.Tensor) else attended)
 
 
@@ -207,7 +234,7 @@ def places(rows, q):
     """Of each kept token its position, and how often the head names it: (B, Hkv, R, p) both."""
     positions = rows.kept_positions.long()  # (B, 1 or Hkv, p)
     times = (positions[..., :, None] == positions[..., None, :]).sum(-1)  # (B, 1 or Hkv, p)
-    return (x[:, :, None].expand(*q.shape[:3], -1) for x in (positions, times))
+    return [x[:, :, None].expand(*q.shape[:3], -1) for x in (positions, times)]
 
 
 class CompiledCache(KVCache):
