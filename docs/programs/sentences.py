@@ -149,10 +149,6 @@ def analysis():
     n_exact, left = of("prefix", "n"), of("prefix", "last")
     none_exact, first_exact = of("prefix", "last", model="SmolLM2")
 
-    def of_sinks(model):
-        """How much larger the error of sinks' values is than that of others, in a static grid of 2 bits."""
-        where = dict(model=model, scheme="token-static", of="V", bits=2)
-        return f"{of('errors', 'with', **where)[0] / of('errors', 'without', **where)[0]:.1f}"
     score, times, best = "score", "score x error", "itself (ceiling)"
     return [
         # the table
@@ -185,14 +181,10 @@ def analysis():
         # errors
         f"| K {change('token-dynamic', of='K')}, V {change('token-dynamic', of='V')} | "
         f"K {smol_change('token-dynamic', of='K')}, V {smol_change('token-dynamic', of='V')} |",
-        f"keys per token {smol_change('token-dynamic', of='K')}, values {smol_change('token-dynamic', of='V')}, "
-        f"keys per channel {smol_change('channel-dynamic')} |",
         f"| {change('channel-dynamic')} | {smol_change('channel-dynamic')} |",
         f"V -44% to -68% | {min(of('errors', 'change', scheme='token-static')):.0%} to 0% | "
         f"{smol_change('token-static', '.0%')} |".replace("-0%", "0%"),
         f"| 0% | {smol_change('channel-static', '.0%')} |",
-        f"their values have {of_sinks('embedded')} times the others' error on the embedded model, and "
-        f"{of_sinks('SmolLM2')} times on SmolLM2",
         # OTT, IntactKV, AnTKV
         f"In layer 2, {each(at('keys', 'sinks', [2]), '.0%')} of the keys",
         so(left[2] - left[3] > 3 * (left[1] - left[2]), f"as the {n_exact[2] - n_exact[1]:.0f} tokens between"),
