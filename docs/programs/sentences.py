@@ -271,6 +271,7 @@ def crossing():
     *_, p = change(kivis, cell(3, KIVIS, "integer"))
     turned = cell(3, KIVIS, rotated=True)
     p_turned, p_kl = (change(kivis, turned, kind=kind)[2] for kind in ("nll", "kl"))
+    unknown = [words for words, of in TWO.items() if {verdict(of), verdict(of, "embedded")} == {"open"}]
     small, best = cell(2, KIVIS, more=SIZE), cell(3, KIVIS, "offset", "marked", True)
     still, error_still, _ = change(kivis_kept, best)
     wider = row_of(small + SHORT)["bits"] - row_of(two + SHORT)["bits"]
@@ -285,6 +286,8 @@ def crossing():
         so(p_beyond < 0.05 and beyond > 1, f"divide the loss by {together:.2f} ± {error_together:.2f}, more"),
         so(list(map(verdict, TWO.values())).count(HELP) == 1, "no other pair here does"),
         f"together they reach {beyond:.2f} ± {error_beyond:.2f} times their product",
+        f"{WORDS[len(unknown)].capitalize()} pairs, "
+        + so(all(KIVIS in words for words in unknown), "all with KIVI's grid"),
         so(p_replaced < 0.05, f"reach only {replaced:.2f} ± {error_replaced:.2f} of their product"),
         f"kept tokens gain {gains(static, kept, LONGER)} nats, and a level at 0 gains {gains(static, level, LONGER)}",
         so(p > 0.05, f"A level at 0 makes no visible difference in it ({of_p(p)})"),
