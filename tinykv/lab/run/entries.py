@@ -19,8 +19,8 @@ class Entry:
     """A row of the table: a method with its settings, on a model whose weights may be quantized."""
     label: str  # in the table: "pfn preserve=5"
     name: str  # of the method: "pfn", or "Mine" of mine.py:Mine
-    methods: list  # of the method, one for each draw of the calibration, where there is something to calibrate
-    settings: dict  # all that the method takes, {name: value}
+    methods: list = ()  # of the method, one for each draw of the calibration, where there is something to calibrate
+    settings: dict = field(default_factory=dict)  # all that the method takes, {name: value}; none of an instance
     weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
     quantizer: object = None  # of the weights
     beside: str = ""  # settings it was given to match the method it is a baseline for
@@ -41,75 +41,70 @@ def build_entries(args, config, tokenizer, check=None):
     """The entries, {title: Entry}, fp16 first; and what is left out for its settings, {what: why}.
 
     Every method runs on each quantized model, and fp16 also on the full-precision model. Without --weights all run on
-    the latter. check: another check that each method has to pass, by a UserError.
+    the latter. check: another check that each method has to pass, by a UserError. A combination of settings that is not
+    possible is an error where the method was asked for by its name, and left out where it was not.
     """
     # 1. The methods: fp16, those that a single method is compared with, those that were asked for
-    asked = []
-    for method in args.method:
-        asked += METHODS if method == "all" else [method]
+    asked = [name for method in args.method for name in (METHODS if method == "all" else [method])]
     compared = load_class(asked[0]).beside if len(asked) == 1 else {}
     names = names_of(["fp16", *compared, *asked])  # {method: name}, each method once
 
-    # 2. An entry for each, on each weights
+    # 2. The settings of each, [{setting: value}]. Refuse one that none of those asked for takes
     given = {name: getattr(args, name) for name in args.settings if hasattr(args, name)}
-    entries, left_out = {}, {}
-    quantizers = quantizers_of(args)
-    for weights in [None, *quantizers]:
-        if "prefix" in given:  # opened anew: a prefix holds keys and values of one model
-            given["prefix"] = [open_prefix(str(what), tokenizer) for what in given["prefix"]]
-        run_here = {"fp16": "fp16"} if quantizers and weights is None else names
-        for method, name in run_here.items():
-            beside, refused = compared.get(method, {}), None if method in args.method else left_out
-            for entry in entries_of(method, name, beside, given, config, check, refused):
-                entry.weights, entry.quantizer = weights, quantizers.get(weights)
-                if entry.title in entries:
-                    raise UserError(f"two rows are called {entry.title}; give one of them another `name`")
-                entries[entry.title] = entry
-
-    # 3. Refuse a setting that none of the methods asked for takes
+    if "prefix" in given:
+        given["prefix"] = [open_prefix(str(what), tokenizer) for what in given["prefix"]]
+    combined = {method: [{}] if is_made(method) else combinations(load_class(method), given, compared.get(method, {}))
+                for method in names}
+    left_out = {}
     for setting in given:
         flag = "--" + setting.replace("_", "-")
-        others = [names[method] for method in asked
-                  if is_made(method)
-                  or not any(setting in chosen for chosen in combinations(load_class(method), given, {}))]
+        others = [names[method] for method in asked if not any(setting in chosen for chosen in combined[method])]
         if len(others) == len(asked):
             raise UserError(f"{flag} is not a setting of {', '.join(others)} with these flags; see --list-methods")
         if others:
             left_out[flag] = f"no setting of {', '.join(others)} as asked for"
+
+    # 3. An entry for each, on each weights
+    entries, quantizers = {}, quantizers_of(args)
+    for weights in [None, *quantizers]:
+        run_here = {"fp16": "fp16"} if quantizers and weights is None else names
+        for method, name in run_here.items():
+            for chosen in combined[method]:
+                entry = Entry(label_of(name, chosen, given), name, weights=weights, quantizer=quantizers.get(weights))
+                try:
+                    make_method(entry, method, chosen, compared.get(method, {}), config)
+                    if check is not None:
+                        check(entry.method)
+                except UserError as error:
+                    if method in args.method:
+                        raise
+                    left_out[entry.label] = error
+                    continue
+                if entry.title in entries:
+                    raise UserError(f"two rows are called {entry.title}; give one of them another `name`")
+                entries[entry.title] = entry
     return entries, left_out
 
 
-def entries_of(asked, name, beside, given, config, check, refused):
-    """The entries of one method, for each combination of the values that it takes.
-
-    asked: a name, a class, or an instance with its settings. name: what the table calls it. beside: settings to match
-    the method it is a baseline for. check: as in `build_entries`. refused: collects combinations that are not
-    possible. None if the method was asked for by name: then such a combination is an error.
-    """
-    cls, made, entries = load_class(asked), is_made(asked), []
-    for chosen in [{}] if made else combinations(cls, given, beside):
-        label = label_of(name, chosen, given)
-        takes = settings_of(cls, chosen.get("scheme"))
-        matched = {setting: value for setting, value in beside.items() if setting in takes and setting not in chosen}
-        arguments = {**matched, **constructor_arguments(cls, chosen)}
-        try:
-            method = copy.deepcopy(asked) if made else cls(config, **arguments)
-            for setting in ("preserve", "recent", "block", "choose"):
-                if arguments.get(setting) not in (None, getattr(method, setting)):
-                    raise UserError(f"{name} is given {setting}, and does not keep it; let its constructor set "
-                                    f"self.{setting}")
-            method.check()
-            if check is not None:
-                check(method)
-        except UserError as error:
-            if refused is None:
-                raise
-            refused[label] = error
-            continue
-        words = ", ".join(f"{setting}={value}" for setting, value in matched.items())
-        settings = {} if made else {**settings_of(cls), **arguments}
-        entries.append(Entry(label, name, [method], settings, beside=words))
-    return entries
+def make_method(entry, asked, chosen, beside, config):
+    """Give an entry its method, and what the method takes. asked: a name, a class, or an instance with its settings.
+    chosen: a combination of settings. beside: settings to match the method it is a baseline for."""
+    cls = load_class(asked)
+    takes = settings_of(cls, chosen.get("scheme"))
+    matched = {setting: value for setting, value in beside.items() if setting in takes and setting not in chosen}
+    arguments = {**matched, **constructor_arguments(cls, chosen)}
+    if is_made(asked):
+        method = copy.deepcopy(asked)
+    else:  # each has a prefix of its own, which holds keys and values of one model
+        method = cls(config, **{setting: copy.copy(value) for setting, value in arguments.items()})
+        entry.settings = {**settings_of(cls), **arguments}
+    for setting in ("preserve", "recent", "block", "choose"):
+        if arguments.get(setting) not in (None, getattr(method, setting)):
+            raise UserError(f"{entry.name} is given {setting}, and does not keep it; let its constructor set "
+                            f"self.{setting}")
+    method.check()
+    entry.methods = [method]
+    entry.beside = ", ".join(f"{setting}={value}" for setting, value in matched.items())
 
 
 def combinations(cls, given, beside):

@@ -37,12 +37,11 @@ def settings_of(cls, scheme=None):
     if arguments and arguments[-1].kind is inspect.Parameter.VAR_KEYWORD:
         if arguments[-1].name in SCHEMES:
             inherited = settings_of_scheme(arguments[-1].name)
+        elif cls is CodecMethod:
+            inherited = settings_of_codecs() if scheme is None else dict.fromkeys(settings_of_scheme(scheme))
         else:
-            inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
+            inherited = settings_of(cls.__base__, scheme)
         settings = {**settings, **inherited, **settings}  # its own defaults go before
-    if scheme is not None:
-        for other in settings_of_codecs().keys() - settings_of_scheme(scheme).keys():
-            settings.pop(other, None)
     return settings
 
 
