@@ -1,7 +1,7 @@
 """Train IntactKV's prefix: the first tokens' keys and values, for a model with quantized weights.
 
     python train_intact.py --weights rtn --w-bits 3 --prefix bos --out trained.safetensors
-    python eval_ppl.py --method intactkv --weights rtn --w-bits 3 --prefix trained.safetensors
+    python eval_ppl.py --method intactkv --weights rtn --w-bits 3 --prefix bos,trained.safetensors
 """
 import math
 from pathlib import Path
@@ -11,14 +11,12 @@ from tinykv import UserError, hf  # before torch: it says how torch's threads wa
 # isort: split
 import torch
 
-from tinykv.evaluate import measure
 from tinykv.lab import cli, shared_flags
 from tinykv.lab.data import load_windows
 from tinykv.lab.prefixes import FORMAT, open_prefix, save_prefix
 from tinykv.lab.run.calibration import fill_prefix, quantized_model, weights_label
 from tinykv.lab.tables import Tables, fingerprint, hash_of, load_tensors, save_tensors
-from tinykv.methods.fp16 import FP16
-from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
+from tinykv.methods.intactkv import Prefix, block_loss, exact_rows
 
 STATE = "tinykv-training"  # what the file of a run says that it is
 
@@ -43,7 +41,7 @@ def parser():
     s.add_argument("--seed", type=int, default=0, help="which tales are read, and in which order the texts come")
     s.add_argument("--batch", metavar="B", type=int, help="texts at a time (default: about 4096 tokens)")
     shared_flags.add_weights(p, several=False)
-    s = p.add_argument_group("calibration of the quantizer, and evaluation: as in eval_ppl.py")
+    s = p.add_argument_group("held-out texts, and calibration of the quantizer")
     shared_flags.add_windows(s, windows=16, longest=4096)
     shared_flags.add_calibration(s)
     return p
@@ -161,23 +159,21 @@ def run(args):
     check(args)
     shared_flags.set_up(args, longest=4096)
     shared_flags.check_context(args.tokens, args.config, "tokens")
-    prefix, bos_id = open_prefix(args.prefix, args.tokenizer), args.tokenizer.bos_id
-    args.bos = "none" if bos_id is None else "replace"  # in texts without the prefix
+    prefix = open_prefix(args.prefix, args.tokenizer)
+    args.bos = "none" if args.tokenizer.bos_id is None else "replace"  # in texts without the prefix
     (name, quantizer), = shared_flags.quantizers_of(args).items()
 
     # 1. The full-precision model
     full = hf.load_model(args.model, args.devices, args.dtype)
     full.use_attention(args.attention)
 
-    # 2. The texts: to train on, and held out, both without the prefix; windows to evaluate on
+    # 2. The texts: to train on, and held out, both without the prefix
     texts, held_out = load_texts(args, prefix.ids)
-    windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", args.seed,
-                           prefix=[] if prefix.ids == [bos_id] else prefix.ids)  # BOS alone takes a token's place
 
     # 3. The model with quantized weights
     calibration_windows = None
     if quantizer.needs_text:
-        calibration_windows = shared_flags.calibration_text(args, test=windows.tokens)  # (C, T)
+        calibration_windows = shared_flags.calibration_text(args, test=held_out)  # (C, T)
     quantized = quantized_model(full, name, quantizer, calibration_windows, Tables(args.calibration, full))
     quantized.requires_grad_(False)
 
@@ -202,42 +198,23 @@ def run(args):
     train(full, quantized, texts, exact, state, args)
 
     # 6. Eq. 2 with the prefix of the quantized model, of the full-precision model, and trained
+    keys, values = state.rows.detach().half()  # as the file keeps them
     rows = {
         "none": exact_rows(quantized, full, prefix.ids),
         "exact": exact_rows(full, quantized, prefix.ids),
-        "trained": state.rows.detach(),
+        "trained": (keys, values),
     }
-    rows = {what: [x.half().float() for x in pair] for what, pair in rows.items()}  # as the file keeps them
-    batch = shared_flags.batch_of(args.batch, args.tokens)
-    losses = {}
-    for what, prefix_rows in rows.items():
-        losses[what] = [mean_loss(full, quantized, part, exact, prefix_rows, batch) for part in (texts, held_out)]
+    batch, lines = shared_flags.batch_of(args.batch, args.tokens), []
+    for what, pair in rows.items():
+        pair = [x.half().float() for x in pair]
+        losses = [mean_loss(full, quantized, part, exact, pair, batch) for part in (texts, held_out)]
+        lines.append([what, *(f"{loss:.4f}" for loss in losses)])
+    print(cli.Columns(["prefix", "loss", "held-out loss"], lines, left=1))
 
     # 7. Write the trained prefix
-    keys, values = rows["trained"]
-    save_prefix(args.out, Prefix(args.out, prefix.ids, keys.half(), values.half(), trained_for))
+    save_prefix(args.out, Prefix(args.out, prefix.ids, keys, values, trained_for))
     state.path.unlink(missing_ok=True)
     print(f"wrote {args.out}")
-
-    # 8. Evaluate the quantized model with each, beside the full-precision model
-    batch = shared_flags.batch_of(args.batch, args.context)
-    with cli.bar(None, "evaluating", (1 + len(rows)) * args.windows) as progress:
-        results = {"fp16": measure(full, FP16(full.config), windows, "paper", batch, None, progress)}
-        for what, prefix_rows in rows.items():
-            method = IntactKV(full.config, Prefix(what, prefix.ids, *prefix_rows))
-            results[what] = measure(quantized, method, windows, "paper", batch, results["fp16"], progress)
-    print()
-    print_table(name, losses, results)
-
-
-def print_table(weights, losses, results):
-    """Losses by prefix, {what: [loss, held-out loss]}, beside the `Result`s, fp16's first."""
-    lines = []
-    for what, result in results.items():
-        names = [weights, what] if what in losses else ["-", "-"]
-        figures = [*losses.get(what, [None, None]), result.ppl, sum(result.kl) / result.targets]
-        lines.append([*names, *(cli.figure(x, ".4f") for x in figures)])
-    print(cli.Columns(["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"], lines, left=2))
 
 
 def main():

@@ -91,17 +91,16 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(analyse, monke
 
 # The figure of eval_ppl.py
 
-def row(label, ppl, bits=2.0, preserve=0, weights=None, along=()):
-    return {"label": label, "weights": weights, "ppl": ppl, "bits_true": bits, "preserve": preserve,
-            "window_nll_along": along}
+def row(label, ppl, bits=2.0, preserve=0, weights=None):
+    return {"label": label, "weights": weights, "ppl": ppl, "bits_true": bits, "preserve": preserve}
 
 
 FP16 = row("fp16", 2.0, 16.0)
 
 
-def drawn(rows, fp16=FP16, panel=0):
-    """{label: line} of a panel of the figure."""
-    panel = comparisons.perplexity([fp16, *rows]).axes[panel]
+def drawn(rows):
+    """{label: line} of the figure."""
+    panel, = comparisons.perplexity([FP16, *rows]).axes
     lines = {line.get_label(): line for line in panel.lines}
     assert {note.get_text() for note in panel.texts} == set(lines)
     return lines
@@ -115,13 +114,6 @@ def test_perplexity_is_drawn_above_fp16_s_in_per_cent():
     line, = drawn([row("rtn bits=4", 2.002, 4.0), row("rtn bits=2", 3.0), row("rtn bits=8", 1.99, 8.0)]).values()
     assert line.get_label() == "rtn" and line.axes.get_yscale() == "log"
     assert points_of(line) == [pytest.approx(point) for point in ((2, 50), (4, 0.1), (8, comparisons.FLOOR))]
-
-
-def test_losses_along_longer_windows_stand_below():
-    """A line a row: the mean over draws and windows of what each stretch loses above fp16."""
-    fp16 = row("fp16", 2.0, 16.0, along=[[[3.0, 2.0], [1.0, 2.0]]])
-    rtn = row("rtn", 3.0, along=[[[4.0, 4.0], [2.0, 3.0]], [[4.0, 6.0], [2.0, 7.0]]])
-    assert points_of(drawn([rtn], fp16, panel=1)["rtn"]) == [(1, 1), (2, 3)]
 
 
 def test_a_line_joins_what_differs_in_bits_alone():

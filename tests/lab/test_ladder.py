@@ -321,21 +321,24 @@ def test_topk_compiles(tmp_path):
 
 
 def test_prefix(printed, tmp_path, monkeypatch, capsys):
-    """train_intact.py: the loss of held-out texts, and perplexity, with each prefix."""
+    """train_intact.py's loss of held-out texts, and eval_ppl.py's perplexity, with each prefix."""
     def load_less(data, tokenizer, context, windows, split, **given):
         return load_windows(data, tokenizer, {256: 64, 1024: 256}[context], min(windows, 16), split, **given)
     with monkeypatch.context() as patch:
         patch.setattr("tinykv.lab.data.load_windows", load_less)
         rows = printed("9_prefix.py", 2, 2)
+    path, how = str(tmp_path / "trained.safetensors"), {"weights": "rtn", "w_bits": 3, "windows": 2, "context": 256}
     monkeypatch.setattr(sys, "argv", [
         "train_intact.py", "--weights", "rtn", "--w-bits", "3", "--updates", "2", "--samples", "16", "--tokens", "64",
-        "--windows", "2", "--context", "256", "--out", str(tmp_path / "trained.safetensors")])
+        "--windows", "2", "--out", path])
     train_intact.main()
-    want = [line.split() for line in capsys.readouterr().out.splitlines()[-4:]]
+    held_out = [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-4:-1]]
+    want = compare("intactkv", prefix=["bos", path], **how)
     assert [row[0] for row in rows] == ["full", "rounded", "exact", "trained"]
-    for (_, loss, ppl), (*_, held_out, want_ppl, _) in zip(rows, want):
-        assert loss == held_out.replace("-", "0.0000")
-        assert ppl == f"{float(want_ppl):.3f}"
+    assert [row[1] for row in rows] == ["0.0000", *held_out]
+    full, rounded, *with_prefix = [row["ppl"] for row in want]
+    assert [row[2] for row in rows if row[0] != "rounded"] == [f"{ppl:.3f}" for ppl in (full, *with_prefix)]
+    assert float(rows[1][2]) == pytest.approx(rounded, rel=5e-4)  # the page holds this prefix in 16 bits, too
 
 
 @pytest.mark.whole

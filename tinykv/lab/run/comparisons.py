@@ -3,9 +3,7 @@
 A row is a dict; each function says what it reads of it. Rows of failed methods are left out.
 """
 import math
-from statistics import fmean as mean
 
-from tinykv.evaluate import STRETCH
 from tinykv.lab import cli, plots
 from tinykv.lab.differences import paired
 
@@ -92,7 +90,7 @@ def perplexity(rows):
     if its method is in MARKED, or if the title names it: no other row has both less loss and fewer bits than one of
     its rows. A loss below FLOOR, or a gain, is drawn at FLOOR. Standard errors are not drawn: they come from
     the windows, which all methods share. Where kept tokens are varied, a method that keeps a share of the text is left
-    out. Below is each row's loss along the windows, if these are longer than one stretch of `evaluate.py`.
+    out.
     """
     fp16, *measured = rows
     x, label, varied, rows = "bits_true", "true bits of a cached number", BITS_SETTINGS, measured
@@ -105,10 +103,7 @@ def perplexity(rows):
 
     lines = lines_of(rows, varied)
     best = [name for name, points in lines.items() if any(is_best(row) for row in points)]
-    exact = along(fp16)
-    n_panels = 2 if len(exact) > 1 else 1
-    figure, (panel, *below) = plots.new_figure(n_panels, 1, 8, 4.8 * n_panels,
-                                               f"The least loss for its {x.split('_')[0]}: {', '.join(best)}")
+    figure, (panel,) = plots.new_figure(1, 1, 8, 4.8, f"The least loss for its {x.split('_')[0]}: {', '.join(best)}")
     in_colour = [name for name in lines if name in best or name.split()[0] in MARKED]
     # lines in colour come first, so that no grey line has the marker of one; markers tell grey lines apart
     for i, name in enumerate(dict.fromkeys([*in_colour, *lines])):
@@ -119,18 +114,4 @@ def perplexity(rows):
     panel.set(yscale="log", xlabel=label, ylabel="perplexity above fp16's (%)")
     plots.plain_ticks(panel)
     plots.label_ends(panel)
-    for panel in below:
-        for i, row in enumerate(measured):
-            losses = [loss - of_fp16 for loss, of_fp16 in zip(along(row), exact)]
-            panel.plot(range(1, len(exact) + 1), losses, label=title_of(row),
-                       **plots.style(i, title_of(row).split()[0]))
-        panel.set(xlabel=f"position in a window, in stretches of {STRETCH} tokens", ylabel="nats a token above fp16")
-        panel.xaxis.get_major_locator().set_params(integer=True)
-        plots.label_ends(panel)
     return figure
-
-
-def along(row):
-    """A row's loss in each stretch of a window: the mean over windows and draws, [stretch]."""
-    windows = [window for draw in row.get("window_nll_along", []) for window in draw]
-    return [mean(stretch) for stretch in zip(*windows)]

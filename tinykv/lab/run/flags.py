@@ -41,8 +41,7 @@ def parser(asked=(), about=None):
                    help="also compare each row, window by window, with this one, or with this method's row of "
                         "the same settings")
     p.add_argument("--plot", metavar="FILE.png|pdf|svg",
-                   help="also draw perplexity against true bits, or against kept tokens if --preserve is a list, "
-                        "and the loss along longer windows")
+                   help="also draw perplexity against true bits, or against kept tokens if --preserve is a list")
     shared_flags.add_weights(parent, several=True)
     # no settings: `set_up` sets them
     parent.set_defaults(config=None, tokenizer=None, devices=None, loaded=None, cache_class=None, entries=None,
