@@ -13,7 +13,6 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from shutil import copyfile
 
 from tqdm import tqdm
 
@@ -37,6 +36,9 @@ In a virtual environment (`python -m venv .venv && . .venv/bin/activate`), with 
 """
 NOTEBOOKS = "affine", "kvsink"  # whose tasks are also handed out as cells of a notebook
 PYTEST = "[pytest]\ntestpaths = docs/course\npythonpath = .\n"
+# for editors that open a repository in a container
+CONTAINER = '{"image": "python:3.12", "postCreateCommand": "pip install -r requirements.txt"}\n'
+
 
 def parser():
     p = Parser(prog="python -m docs.course.handout", description=__doc__.split("\n\n")[0])
@@ -71,16 +73,17 @@ def main():
                 texts["notebook.ipynb"] = notebook(cells_of(name, texts["starter.py"]))
             for file, text in texts.items():
                 (args.folder / folder / file).write_text(text, encoding="utf-8")
-        (args.folder / "README.md").write_text(README, encoding="utf-8")
-        (args.folder / ".pytest.ini").write_text(PYTEST, encoding="utf-8")
-        ignored = (ROOT / ".gitignore").read_text(encoding="utf-8")  # there, git carries starters and answers
-        (args.folder / ".gitignore").write_text(re.sub("docs/course/.*\n", "", ignored), encoding="utf-8")
-        workflow = args.folder / ".github" / "workflows" / "assignments.yml"
-        workflow.parent.mkdir(parents=True)
+        workflow = (ROOT / "docs" / "course" / "workflow.yml").read_text(encoding="utf-8")
         numbered = ", ".join(folder.name for folder in here.values())
-        text = (ROOT / "docs" / "course" / "workflow.yml").read_text(encoding="utf-8")
-        workflow.write_text(re.sub(r"assignment: \[.*\]", f"assignment: [{numbered}]", text), encoding="utf-8")
-        copyfile(ROOT / "docs" / "course" / "AGENTS.md", args.folder / "AGENTS.md")
+        ignored = (ROOT / ".gitignore").read_text(encoding="utf-8")
+        around = {
+            "README.md": README, ".pytest.ini": PYTEST, ".devcontainer/devcontainer.json": CONTAINER,
+            ".gitignore": re.sub("docs/course/.*\n", "", ignored),  # there, git carries starters and answers
+            ".github/workflows/assignments.yml": re.sub(r"assignment: \[.*\]", f"assignment: [{numbered}]", workflow),
+            "AGENTS.md": (ROOT / "docs" / "course" / "AGENTS.md").read_text(encoding="utf-8")}
+        for file, text in around.items():
+            (args.folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (args.folder / file).write_text(text, encoding="utf-8")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             written = pool.map(partial(write_expected, args.folder), here)
             list(tqdm(written, "right values", len(here), False, unit="assignment", disable=None))
