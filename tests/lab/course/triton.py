@@ -1,5 +1,6 @@
 """Assignment 7, triton: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
+    "compares_in_16_bits": ("tl.argmax(x, axis", "tl.argmax(x.to(tl.float16), axis"),
     "any_of_equals": ("tie_break_left=True", "tie_break_left=False"),
     "unpacks_past_the_end": ("tl.load(packed + t * W + w, mask=real, other=0)", "tl.load(packed + t * W + w)"),
     "offset_of_the_sums": ("return q * scale, q @ zero", "return q * scale, q.sum(1) * zero.sum()"),
