@@ -222,21 +222,6 @@ class Case:
         """The names of its method's settings, without those of other schemes."""
         return takes(self.cls, self.scheme)
 
-    def describe(self):
-        """What is tried in this cell, for the author of a method."""
-        settings = {"scheme": self.scheme, **dict(self.settings)}
-        if "recent" in self.takes:
-            settings["recent"] = self.recent or None
-        if self.formula != "offset":
-            settings["formula"] = self.formula
-        named = [f"{name}={value}" for name, value in settings.items() if value is not None]
-        try:
-            length = self.T
-        except Exception:  # not even calibration, on which the length depends, has come to its end
-            length = self.length
-        shape = f"batch {self.batch}, length {length}, {H} query heads, {H // self.heads_per_kv} KV heads"
-        return ", ".join([self.cls.__name__, *named, f"protocol {self.protocol}", shape])
-
     # its model and its text
 
     @property

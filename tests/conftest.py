@@ -64,6 +64,8 @@ def pytest_configure(config):
     if config.getoption("--method") or config.getoption("--as"):
         own_methods.check(config.getoption("--method"), config.getoption("--as"))
         config.option.maxfail = config.option.maxfail or 1
+        if config.option.tbstyle == "auto":
+            config.option.tbstyle = "line"  # a check says in a line what came and what should have come
     hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None,
                                          max_examples=60 if runs_whole(config) else 20)
     hypothesis.settings.load_profile("fixed")
@@ -178,16 +180,3 @@ def rows_of(command, tmp_path):
         status, out, _ = command(*words, "--json", path)
         return status, out, {row["label"]: row for row in json.loads(path.read_text())["rows"]}
     return rows_of
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem):
-    """A failure of a method of the user's is told in words, unless the user asks for another form."""
-    option = pyfuncitem.config.option
-    if not option.method or option.tbstyle != "auto" or option.usepdb:
-        return (yield)
-    try:
-        return (yield)
-    except Exception as error:
-        said = own_methods.explained(pyfuncitem, error)
-    pytest.fail(said, pytrace=False)

@@ -1,8 +1,5 @@
-"""What is said to the author of a method that `--method` puts through the matrix of test_methods.py."""
+"""What the classes of `--method` have to be, before they go through the matrix of test_methods.py."""
 import inspect
-import os
-import shlex
-import traceback
 
 import pytest
 
@@ -44,36 +41,3 @@ def check_one(name, built_in, like):
     # 2. its constructor
     config = model_of(2).config
     cls(config, **{setting: SETTINGS[setting] for setting in needed}).check()
-
-
-def explained(item, error):
-    """What failed, for the author of the method: what was tried, what has to hold, what came."""
-    case, option = item.funcargs["case"], item.config.option
-    rule = broken_rule(error) if isinstance(error, AssertionError) else ""
-    again = ["pytest", item.nodeid]
-    for name in option.method:
-        again += ["--method", name]
-    again += ["--as", item.config.getoption("--as")] if case.like else []
-    again += ["--whole", "--pdb"] if option.whole else ["--pdb"]
-    said = {"tried": case.describe(), "rule": rule, "found": found(error, option.method), "again": shlex.join(again)}
-    return "\n".join(["", *(f"{what:8}{words}" for what, words in said.items() if words)])
-
-
-def broken_rule(error):
-    """The first sentence of the check that failed, the innermost of several."""
-    text = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name.startswith("check_"):
-            text = frame.f_globals[frame.f_code.co_name].__doc__ or ""
-    return " ".join(text.split("\n\n")[0].split())
-
-
-def found(error, methods):
-    """What a check says; of another exception, also the last line of the user's files that it came through. methods:
-    those of --method."""
-    if isinstance(error, AssertionError):
-        return str(error) or "it does not hold"
-    files = {os.path.abspath(name.rpartition(":")[0]) for name in methods}
-    places = [place for place in traceback.extract_tb(error.__traceback__) if os.path.abspath(place.filename) in files]
-    where = f"{places[-1].filename}, line {places[-1].lineno}, in {places[-1].name}: " if places else ""
-    return f"{where}{type(error).__name__}: {error}"

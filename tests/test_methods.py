@@ -16,9 +16,8 @@ There is no list of exceptions: what a cell is left out of is said by a property
                                                                    it also has to equal the method pfn
 
 A method of your own has no oracle, nor has a new one of registry.py. What it keeps is taken from the cache, and what
-its codecs make of a block is asked of them again. With --method the tests stop at the first failure and say what was
-tried, what came and what should have come; a flag of pytest's such as --tb=short, --maxfail=9 or --pdb brings back what
-pytest does by itself.
+its codecs make of a block is asked of them again. With --method the tests stop at the first failure. A line says what
+came and what should have come, and the test's name which cell was tried; --tb=short, --maxfail=9 or --pdb show more.
 """
 from dataclasses import replace
 

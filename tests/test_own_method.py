@@ -15,7 +15,6 @@ import pytest
 import wrong_methods as own
 from cases import Case
 
-from tinykv.lab.run.settings import load_class
 from tinykv.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +45,7 @@ def outcome(check, case):
     try:
         getattr(invariants, f"check_{check}")(case)
     except Exception as error:
-        return own_methods.found(error, [f"{own.__file__}:{case.cls.__name__}"])
+        return str(error)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -67,17 +66,6 @@ def test_a_token_may_be_dropped_again(name, check, scheme):
 @pytest.mark.parametrize("scheme", ["token-dynamic", "channel-static"])
 def test_a_method_may_ask_what_a_code_would_lose(scheme):
     assert outcome("placeholders_do_not_matter", Case(own.WorstCoded, scheme)) is None
-
-
-def test_a_crash_is_told_by_its_line(tmp_path, monkeypatch):
-    """Also where the file is named by a relative path."""
-    monkeypatch.chdir(tmp_path)
-    Path("crash.py").write_text("from wrong_methods import PFN\n\nclass Crash(PFN):\n"
-                                "    def keep_keys(self, layer_cache, n):\n        return layer_cache.nothing\n")
-    with pytest.raises(AttributeError, match="'LayerCache' object has no") as caught:
-        invariants.check_cache_holds_the_expected_rows(Case(load_class("crash.py:Crash"), "token-dynamic"))
-    place = f"{tmp_path / 'crash.py'}, line 5, in keep_keys: AttributeError: "
-    assert own_methods.found(caught.value, ["crash.py:Crash"]) == f"{place}{caught.value}"
 
 
 @pytest.mark.parametrize("methods, like, said", [
@@ -106,8 +94,7 @@ def test_the_suite_stops_at_the_first_failure(name):
     like = ["--as", WRONG[name][0]] if WRONG[name][0] else []
     status, out = run("--method", f"{OWN}:{name}", *like)
     assert status == 1 and "1 failed" in out and "stopping after 1 failures" in out, out
-    assert f"tried   {name}" in out and "found   " in out and "again   pytest " in out
-    assert len(out.splitlines()) < 40 and "Traceback" not in out, out
+    assert re.search(r"\.py:\d+: ", out) and len(out.splitlines()) < 20, out
 
 
 RIGHT_FILES = [*((OWN, name, []) for name in RIGHT), ("tour.py", "HeavyHitters", []),
