@@ -237,19 +237,14 @@ def test_where_the_recent_part_is_at_its_mean_all_that_is_held_counts(model):
 
 # ---- differences, paired over windows and draws
 
-def synthetic(shift, noise=0.02, spread=0.5, n=16, seed=0):
-    """Losses of fp16 and of a method, of one draw, per window, that differ by a shift and some noise."""
-    rng = torch.Generator().manual_seed(seed)
-    exact = 2 + spread * torch.randn(n, generator=rng, dtype=torch.float64)
-    other = exact + shift + noise * torch.randn(n, generator=rng, dtype=torch.float64)
-    return [exact.tolist()], [other.tolist()]
-
-
 @pytest.mark.parametrize("n", [16, 64])
 @pytest.mark.parametrize("shift", [0.01, 0.5])
 def test_the_error_of_delta_is_that_of_a_bootstrap(shift, n):
     """Of 10,000 draws of windows, in each of which both perplexities are computed anew."""
-    fp16, method = synthetic(shift, n=n)
+    rng = torch.Generator().manual_seed(0)
+    exact = 2 + 0.5 * torch.randn(1, n, generator=rng, dtype=torch.float64)
+    other = exact + shift + 0.02 * torch.randn(1, n, generator=rng, dtype=torch.float64)
+    fp16, method = exact.tolist(), other.tolist()
     draws = torch.randint(n, (10_000, n), generator=torch.Generator().manual_seed(1))
     a, b = (torch.tensor(losses[0], dtype=torch.float64)[draws].mean(1).exp() for losses in (method, fp16))
     expected = (a - b).std().item() * math.sqrt(n / (n - 1))  # a bootstrap divides by n
@@ -260,11 +255,7 @@ def test_the_error_of_delta_is_that_of_a_bootstrap(shift, n):
     assert delta_error(method * 3, fp16 * 3) == pytest.approx(delta_error(method, fp16))
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.5, 50.0])
-def test_a_shift_of_all_windows_is_found_however_they_differ(spread):
-    fp16, method = synthetic(0.001, noise=1e-5, spread=spread)
-    _, _, t, p, better = paired(method, fp16)
-    assert t > 100 and p < 1e-20 and better == 0
+def test_pairs_that_differ_alike_or_are_few():
     assert paired([[2.0, 3.0]], [[1.0, 2.0]]) == (1.0, 0.0, math.inf, 0.0, 0)
     assert paired([[1.0, 2.0]], [[2.0, 3.0]]) == (-1.0, 0.0, -math.inf, 0.0, 2)
     assert paired([[1.0]], [[2.0]]) == (-1.0, None, None, None, 1)

@@ -10,7 +10,7 @@ from tinykv import UserError, hf
 from tinykv.hf import EMBEDDED
 from tinykv.lab.data import load_windows
 from tinykv.lab.data.stories import SPLITS, stories
-from tinykv.lab.data.windows import read_documents, share_text
+from tinykv.lab.data.windows import read_documents
 
 
 class Letters:
@@ -193,12 +193,3 @@ def test_an_answer_that_repeats_nothing_is_refused(tmp_path, word):
     Path(tmp_path, "marked.txt").write_text(f"It has 482. It has <answer>{word}</answer>.")
     with pytest.raises(UserError, match=f"<answer>{word}</answer> repeats nothing"):
         load_windows(str(tmp_path / "marked.txt"), Letters(), 8, 1, whole=True)
-
-
-def test_windows_that_share_text():
-    a, other = torch.arange(80).view(2, 40), torch.arange(100, 140)
-    b = torch.stack([other, torch.cat([other[:8], a[1, 8:]])])
-    assert share_text(a, b) and not share_text(a, b[:1])
-    assert not share_text(a[:, :-1], b)  # 31 tokens in common, and up to the last one 32
-    short = torch.cat([other[:1], a[1, 1:16]])[None]
-    assert share_text(a[:, :16], short) and not share_text(a[:1, :16], short)  # of short ones all but the first
