@@ -15,7 +15,7 @@ import embedded_sinks
 import tables
 from conclusions import KVQUANT, OFFSET, OSCAR, OTHER_TEXT
 from crossed import HELP, KIVIS, SHORT, TALES, TWO, change, factor, hits, more_answers, share_left, verdict
-from crossing import OWN_FILE, QUARTER, SIZE, cell
+from crossing import OWN_FILE, QUARTER, cell
 from phenomena import RECORD
 from results import ANTKV, CHANCE, CLAIMS, CQ, DRAWS, FORMATS, MARKED, PREFIX, SERVED, TURBOQUANT, UNIT, compared
 from tables import DATA, NEEDLES, SMOL, along, beside_fp16, bits, finding, lines, of_p, row_of
@@ -272,9 +272,8 @@ def crossing():
     turned = cell(3, KIVIS, rotated=True)
     p_turned, p_kl = (change(kivis, turned, kind=kind)[2] for kind in ("nll", "kl"))
     unknown = [words for words, of in TWO.items() if {verdict(of), verdict(of, "embedded")} == {"open"}]
-    small, best = cell(2, KIVIS, more=SIZE), cell(3, KIVIS, "offset", "marked", True)
+    best = cell(3, KIVIS, "offset", "marked", True)
     still, error_still, _ = change(kivis_kept, best)
-    wider = row_of(small + SHORT)["bits"] - row_of(two + SHORT)["bits"]
     worse, error_own, _ = change(two, OWN_FILE + ":Marked {mark} --bits 2 --scheme channel-dynamic --marked own")
     turned_static, both_static = (cell(3, "static", kept=which, rotated=True) for which in ("none", "marked"))
     together, error_together, _ = factor([static], [both_static])
@@ -300,8 +299,6 @@ def crossing():
         so(verdict([two, two_kept, two_turned, two_both]) == "open", "at 2 bits because four pairs are too few"),
         so(verdict([static, level, turned_static, cell(3, "static", "integer", rotated=True)], "embedded") == HELP,
            "they harm each other (on the embedded model, they help)"),
-        f"kept tokens and rotation together gain {gains(two, two_both)}",
-        f"groups of 32 gain {gains(two, small)} for {wider:.2f} bits",
         f"16 bits gain {gains(two, two_kept)}, and a grid of its own "
         + so(worse > -error_own, f"nothing ({worse:+.2f} ± {error_own:.2f})"),
         f"loses {loss(QUARTER, 'embedded'):.3f} on the embedded model at 2 bits, but {loss(QUARTER + SHORT):.3f} on "

@@ -5,11 +5,10 @@
     python docs/programs/sessions.py --only kvquant   the commands with this word in them
     python docs/programs/sessions.py --only pdb       the debugger sessions
 
-A block that begins with "$ python" is a command. The page gets as many of its last tables as it had before, without
-the column of seconds. Figures are written where the commands say. A command may name a method that the page
-defines, `heavy.py:HeavyHitters`. A block that begins with "$ python -m pdb" begins a session in the debugger, and
-blocks that begin with "(Pdb)" go on with it. In a session, "..." stands for line numbers and for what a function
-returns.
+A block that begins with "$ python" is a command. The page gets as many of its last tables as it had before. Figures are
+written where the commands say. A command may name a method that the page defines, `heavy.py:HeavyHitters`. A block that
+begins with "$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)" go on with it. In a
+session, "..." stands for line numbers and for what a function returns.
 """
 import argparse
 import os
@@ -42,7 +41,7 @@ def own_methods(text):
 
 
 def tables_of(command, n, files):
-    """The last n tables that a command prints, between empty lines, without the seconds.
+    """The last n tables that a command prints, between empty lines.
 
     files: `own_methods` of the page. A command that names one runs where the file is.
     """
@@ -57,16 +56,7 @@ def tables_of(command, n, files):
     if done.returncode:
         sys.exit(f"sessions.py: error: {command} ended with status {done.returncode}")
     blocks = done.stdout.rstrip().split("\n\n")
-    return "\n\n".join(map(without_seconds, blocks[-n:]))
-
-
-def without_seconds(block):
-    """A table without the column of seconds, the last one under --wide."""
-    lines = block.splitlines()
-    if lines[0].split()[-1] != "s":
-        return block
-    width = max(len(line.rpartition(" ")[0].rstrip()) for line in lines)
-    return "\n".join(line[:width] for line in lines)
+    return "\n\n".join(blocks[-n:])
 
 
 def with_table(text, command, table):
