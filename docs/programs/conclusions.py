@@ -123,7 +123,8 @@ def results():
         "CQ and AnTKV: codebooks need weights, and text like their calibration text.": [
             sign_of_claim("CQ and AnTKV", words) == sign for words, sign in (
                 ("Fisher", "less"), ("token weights, or none", "less"), ("calibrated on another text, or", "more"),
-                ("calibrated on another text, CQ", "more"), ("the same, calibrated on another text", "more"))] + [
+                ("calibrated on another text, CQ", "more"), ("the same, calibrated on another text", "more"),
+                ("the exponent of Fisher weights", "less"), ("token weights, or Fisher weights, 0.75", "less"))] + [
             sign_of_claim("CQ and AnTKV", f"calibrated on another text, {what}") != "more"
             for what in ("KVQuant", "static")],
         "IntactKV: an exact BOS helps some quantized weights.": [

@@ -28,6 +28,7 @@ CODEBOOK = 16 * 256  # bits for each channel: 256 vectors in fp16 for each of it
 PARTS = {4: "quarter", 5: "fifth", 6: "sixth", 10: "tenth", 20: "twentieth"}
 RTN, PFN, KVSINK, KIVI4 = "rtn --bits 3", "pfn --bits 3", "kvsink --bits 3", "kivi --bits 4 --group-size 64"
 ZERO, LONGER = " --formula integer-zero", " --context 4096"
+ROOT = "cq --sensitivity fisher-root --vq d8m64 {windows} --recent 0"
 
 
 # Figures
@@ -215,6 +216,7 @@ def results():
         f"(`--formula offset`) it loses {less(OSCAR + OFFSET, OSCAR)} less",
         "`cq` loses {} instead of {}, and `kvquant` {} instead of {}".format(
             *(f"{loss(row + text):.3f}" for row in (CQ, KVQUANT) for text in (OTHER_TEXT, ""))),
+        f"Fisher weights gain {less(ROOT, 'cq --vq d8m64 {windows} --recent 0')}",
         so(float(ends(KVSINK)[1]) > 2 * float(ends(KVSINK)[0]), "its loss doubles from the first 512 tokens"),
         so(1.6 < loss(KVSINK + LONGER) / loss(MARKED + LONGER) < 2.5, "halves the loss of `kvsink` at 3 bits"),
         f"only {right[MARKED]} of {len(NEEDLES['4096']['fp16'])} numbers, where fp16 finds {right['fp16']}",
