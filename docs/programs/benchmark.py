@@ -1,14 +1,14 @@
-"""How long a step of decoding takes on one thread of a CPU, over one with Hugging Face's own cache.
+"""How long a step of decoding takes on one thread of a CPU, over one that reads 16 bits.
 
     python docs/programs/benchmark.py
     python docs/programs/benchmark.py --method fp16,kivi --tokens 4096
 
 The caches are filled with the model's own keys and values of text, window after window, and take turns in every round,
 so that changes of the machine's speed reach them alike. The figure is the median of the rounds' ratios, of CPU time,
-which other programs on the machine hardly change; without transformers, fp16 is what they are over. transformers'
-QuantizedCache of 2 bits is measured if optimum-quanto, or hqq, is installed. Beside a step stand the bits of a cached
-number, everything counted, and how many operations of torch the last layer calls, views left out: on a GPU these often
-set the pace. What torch compiles calls none.
+which other programs on the machine hardly change. It is over fp16 with `compiled`, if that is measured: over 16 bits in
+the same loop. transformers' caches are measured if it is installed, its QuantizedCache of 2 bits if optimum-quanto, or
+hqq, is. Beside a step stand the bits of a cached number, everything counted, and how many operations of torch the last
+layer calls, views left out: on a GPU these often set the pace. What torch compiles calls none.
 """
 import importlib.util
 import statistics
@@ -68,7 +68,7 @@ def calls_of(block, step):
 
 @torch.inference_mode()
 def time_turns(what, steps, notes):
-    """Print the time of each of {label: what to call} over that of the first, and its note."""
+    """Print the time of each of {label: what to call} over that of fp16, or of the first, and its note."""
     seconds = {label: [] for label in steps}
     for turn in trange(ROUNDS + 1, desc=what, unit="round", leave=False, disable=None):
         for label, step in steps.items():
@@ -76,7 +76,7 @@ def time_turns(what, steps, notes):
             step()
             if turn > 0:  # the first round warms up
                 seconds[label].append(time.process_time() - clock)
-    first = next(iter(steps))
+    first = "fp16 compiled" if "fp16 compiled" in steps else next(iter(steps))
     print(f"{what}: median (smallest - largest) of {ROUNDS} rounds, over {first}")
     for label, times in seconds.items():
         ratios = [t / base for t, base in zip(times, seconds[first])]

@@ -33,8 +33,8 @@ from tinykv.model import LlamaConfig, Rope
 
 @pytest.fixture
 def few(monkeypatch):
-    """They are called from two coded tokens on."""
-    monkeypatch.setattr(compiled_cache, "LEAST", 2)
+    """They are called from the first coded token on."""
+    monkeypatch.setattr(compiled_cache, "LEAST", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ KEPT = {"one for all": {"k": [[0, 3]], "v": [[0, 3]]}, "keys alone": {"k": [[2, 
 @pytest.mark.parametrize("kept", [None, *KEPT])
 @pytest.mark.parametrize("rope", ["pre", "post"])
 @pytest.mark.parametrize("R, batch, recent, block, v_block, window", [
-    (1, 1, 0, 1, 1, None), (3, 2, 5, 8, 1, None), (2, 3, 9, 16, 8, 20), (2, 1, 50, 8, 8, None), (4, 1, 0, 32, 1, 3)])
+    (1, 1, 0, 1, 1, None), (3, 2, 5, 8, 1, None), (2, 3, 9, 16, 8, 20), (2, 1, 50, 8, 8, 20), (4, 1, 0, 32, 1, 3)])
 def test_a_layer_attends_to_what_it_reads(kept, rope, R, batch, recent, block, v_block, window):
     pair = Pair(Affine(2, 16, "channel", 8) if block > 1 else Affine(3, 16), Affine(2, 16, group=8))
     same(pair, 2, R, batch, 40, rope=rope, recent=recent, block=block, v_block=v_block, kept=KEPT.get(kept),
@@ -178,6 +178,7 @@ def test_every_method_reads_the_same(name, protocol, prompt):
 def test_scores_decode_nothing(monkeypatch):
     """AnTKV's are sums of the weights that attention has: to decode all keys for them took most of a step."""
     monkeypatch.setattr(LayerCache, "read", None)
+    monkeypatch.setattr(compiled_cache, "LEAST", 0)
     logits_of(CompiledCache, "compiled", model_of(2), method_of("antkv", choose="always"), tokens_of(1, 20), 1)
 
 
@@ -204,7 +205,8 @@ def compiling(monkeypatch):
         pytest.skip(str(error))
     torch.compiler.reset()
     compiled_cache.compiled.cache_clear()
-    monkeypatch.setattr(compiled_cache, "LEAST", 256)
+    config = model_of(2).config
+    monkeypatch.setattr(compiled_cache, "LEAST", 256 * config.num_key_value_heads * config.head_dim)  # 256 tokens
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
     yield lambda: graphs["unique_graphs"] - before

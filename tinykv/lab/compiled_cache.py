@@ -20,7 +20,7 @@ from tinykv.codecs.base import Codec
 from tinykv.methods.antkv import AnTKV, equation_5
 from tinykv.model import turned
 
-LEAST = 1024  # coded tokens; fewer are decoded, and read by torch's own attention
+LEAST = 2 ** 18  # coded numbers of the keys; fewer are decoded, and torch's own attention reads them sooner
 TILE = 64  # tokens whose cosines and sines stay in the processor's cache
 # no part of a loop is written to memory because it is long, and a product and a sum are one instruction
 SETTINGS = dict.fromkeys(["realize_reads_threshold", "realize_opcount_threshold", "realize_cpu_opcount_threshold",
@@ -147,7 +147,7 @@ class CompiledLayer(LayerCache):
         H, Hkv, d = q.shape[1], self.keys.recent.shape[1], q.shape[3]
         window = self.method.config.sliding_window or self.length
         q = self.rope.rotate(q, seen)  # (B, H, 1, d)
-        if min(self.keys.n_coded, self.values.n_coded) < LEAST and not self.is_summing:
+        if self.is_short:
             K, V = (x[:, :, -window:] for x in self.read())  # (B, Hkv, up to window, d) both
             return scaled_dot_product_attention(q, K, V, enable_gqa=True)
         q = q.float() / math.sqrt(d)
@@ -155,7 +155,7 @@ class CompiledLayer(LayerCache):
         s = self.scores(q)  # (B, Hkv, R, S)
         s[..., :max(0, self.length - window)] = -math.inf
         p = s.softmax(-1)
-        if self.is_summing:
+        if self.is_choosing and type(self.method).score is AnTKV.score:
             self.sum_scores(p, q.norm(dim=-1) * math.sqrt(d))  # before `output` writes into p
         return self.output(p).reshape(-1, H, 1, d).to(self.dtype)
 
@@ -211,9 +211,10 @@ class CompiledLayer(LayerCache):
         return self.length + 1
 
     @property
-    def is_summing(self):
-        """AnTKV's scores are sums of attention's weights."""
-        return self.is_choosing and type(self.method).score is AnTKV.score
+    def is_short(self):
+        """Whether a loop gains nothing."""
+        B, Hkv, _, d = self.keys.recent.shape
+        return B * Hkv * d * min(self.keys.n_coded, self.values.n_coded) < LEAST
 
     def sum_scores(self, p, q_norm):
         """AnTKV's scores of the tokens in full precision, of weights p (B, Hkv, R, S) and |q| (B, Hkv, R)."""
@@ -226,7 +227,7 @@ class CompiledLayer(LayerCache):
             rows.accumulate(scores[0], scores[1] if scores[1:] else None)
 
     def score(self, q, seen, attended):
-        if q.shape[2] > 1 or not self.is_summing:
+        if q.shape[2] > 1 or self.is_short or type(self.method).score is not AnTKV.score:
             super().score(q, seen, self.read() if isinstance(attended, torch.Tensor) else attended)
 
 
