@@ -20,7 +20,7 @@ def evaluate(args, show=lambda line: None):
     table = Table(args, show)
 
     # 1. Load
-    model = args.loaded[0] if args.loaded else hf.load_model(args.model, args.devices, args.dtype)
+    model = args.loaded[0] if args.loaded else hf.load_model(args.folder, args.devices, args.dtype)
     windows = shared_flags.test_text(args, args.entries)
     table.begin(model)
 

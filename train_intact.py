@@ -164,7 +164,7 @@ def run(args):
     (name, quantizer), = shared_flags.quantizers_of(args).items()
 
     # 1. The full-precision model
-    full = hf.load_model(args.model, args.devices, args.dtype)
+    full = hf.load_model(args.folder, args.devices, args.dtype)
     full.use_attention(args.attention)
 
     # 2. The texts: to train on, and held out, both without the prefix

@@ -22,12 +22,11 @@ import torch
 from planted import few_tries
 
 from tinykv import UserError
-from tinykv.cache import KVCache, LayerCache
+from tinykv.cache import KVCache, LayerCache, made_with
 from tinykv.calibrate import calibrate
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.lab.run.settings import load_class, settings_of
 from tinykv.methods.base import CodecMethod
-from tinykv.methods.calibrated import shapes_of
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
@@ -150,6 +149,14 @@ def build(case):
     return method
 
 
+def take_tables(method, other):
+    """What calibration found for another method, which may have other settings, or 16 bits of one kind."""
+    vars(method).update({name: getattr(other, name) for name in method.found})
+    for (_, _, codec), (_, _, calibrated) in zip(method.each_codec(), other.each_codec()):
+        vars(codec).update({name: getattr(calibrated, name) for name in codec.tables})
+    method.calibrated_on = other.calibrated_on[0], made_with(method), method.each_codec()
+
+
 @functools.cache
 def build_and_calibrate(case):
     """The same, calibrated in float32. One object serves all caches, as the interface promises."""
@@ -157,12 +164,7 @@ def build_and_calibrate(case):
     # neither the newest tokens nor 16 bits of the other kind change what is calibrated
     same_tables = replace(case, recent=0, settings=tuple(s for s in case.settings if s[1] != 16))
     if method.needs_calibration and case.known and same_tables != case:
-        tables = build_and_calibrate(same_tables).calibrated()
-        own = {f"{layer}.{kind}.{name}" for layer, kind, codec in method.each_codec() for name in codec.tables}
-        taken = {name: table for name, table in tables.items() if name in own or name in method.found}
-        tables["shapes"] = torch.tensor(shapes_of(taken))  # of other settings, as the next
-        tables["stored_as"] = torch.tensor(method.stored_as())
-        method.restore(tables, model)
+        take_tables(method, build_and_calibrate(same_tables))
     elif method.needs_calibration:
         with pytest.MonkeyPatch.context() as patch:
             few_tries(patch)

@@ -156,12 +156,12 @@ def interpreted_quickly():
 @pytest.fixture(scope="session")
 def one_layer(tmp_path_factory):
     """The folder of a random model of one narrow layer, which is loaded and calibrated in no time."""
-    from tinykv import hf
     from tinykv.hf import EMBEDDED
+    from tinykv.lab.hf.save import save
     from tinykv.model import Llama, LlamaConfig
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("one") / "model"
-    hf.save(Llama(LlamaConfig(1024, 16, 24, 1, 2, 1, 8, 128, bos_token_id=1)), EMBEDDED / "tokenizer.model", folder)
+    save(Llama(LlamaConfig(1024, 16, 24, 1, 2, 1, 8, 128, bos_token_id=1)), EMBEDDED / "tokenizer.model", folder)
     return folder
 
 

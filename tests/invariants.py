@@ -17,8 +17,10 @@ from cases import MARK, L, as_it_comes, chunk_of, d, each_rows, kept_of, tokens_
 from expected import MARGIN, chunk_scores, expected_bytes, expected_kept, expected_read
 
 from tinykv import UserError
+from tinykv.cache import made_with
 from tinykv.codecs.base import Codec, Pair
-from tinykv.tracing import Trace
+from tinykv.lab.tables import restore_tables, table_bytes, tables_of
+from tinykv.model import Trace
 
 NAMES = {"k": "keys", "v": "values"}
 # what a codec of one's own can break
@@ -282,7 +284,7 @@ def check_placeholders_do_not_matter(case):
     other = copy.copy(method)
     other.codecs = [Pair(*(Scrambled(codec, kept[layer, kind]) for kind, codec in zip("kv", pair)))
                     for layer, pair in enumerate(method.codecs)]
-    other.calibrated_on = method.calibrated_on and (method.calibrated_on[0], other.stored_as(), other.each_codec())
+    other.calibrated_on = method.calibrated_on and (method.calibrated_on[0], made_with(other), other.each_codec())
     assert torch.equal(case.run(other, tokens)[0], logits), (
         "other numbers in the places of kept tokens change what is read of the others; `encode` has to leave the "
         "tokens of `ignore` out of every range")
@@ -390,20 +392,19 @@ def check_a_text_has_to_begin_with_the_prefix(case):
 # ---- calibration
 
 def check_what_is_calibrated_can_be_restored(case):
-    """`calibrated` gives all that a method of the same settings needs, to quantize as if it had been calibrated. One
+    """`tables_of` gives all that a method of the same settings needs, to quantize as if it had been calibrated. One
     that has neither is refused."""
     method, other, tokens = case.method(), case.uncalibrated(), case.tokens()
     with pytest.raises(UserError, match="is not calibrated"):
         case.run(other, tokens)
-    tables = method.calibrated()
-    other.restore({name: table.clone() for name, table in tables.items()}, case.model)
+    tables = tables_of(method)
+    restore_tables(other, tables, case.model)
     assert torch.equal(case.run(other, tokens)[0], case.run(method, tokens)[0]), (
-        "a method that takes over what `calibrated` gives (`restore`) has other logits than the calibrated one; name "
-        "all that calibration finds")
-    # a count, such as `samples`, is no table, nor is what the model is known by
-    size = sum(table.nbytes for name, table in tables.items() if table.dim() and name != "model")
+        "a method that takes over what `tables_of` gives (`restore_tables`) has other logits than the calibrated one; "
+        "name all that calibration finds")
+    size = sum(table.nbytes for table in tables.values() if table.dim())  # a count, such as `samples`, is no table
     if case.known:
-        assert other.offline_bytes == method.offline_bytes == size > 0
+        assert table_bytes(other) == table_bytes(method) == size > 0
 
 
 # ---- in use

@@ -4,6 +4,7 @@ import inspect
 import pytest
 
 from tinykv import UserError
+from tinykv.cache import check_method
 
 
 def check(methods, like):
@@ -40,4 +41,4 @@ def check_one(name, built_in, like):
 
     # 2. its constructor
     config = model_of(2).config
-    cls(config, **{setting: SETTINGS[setting] for setting in needed}).check()
+    check_method(cls(config, **{setting: SETTINGS[setting] for setting in needed}))

@@ -6,7 +6,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from cases import d, model_of, new_layer, quantize_oldest
+from cases import d, model_of, new_layer, quantize_oldest, take_tables
 from chance import First, Random
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ from tinykv.calibrate import calibrate
 from tinykv.lab.analysis.anchors import damage
 from tinykv.methods import antkv
 from tinykv.methods.antkv import AnTKV, anchor_scores, attention_tiles, equation_5
-from tinykv.tracing import Trace
+from tinykv.model import Trace
 
 
 @st.composite
@@ -82,14 +82,14 @@ def model_and_codebooks():
     model = model_of(2, width=8)
     method = AnTKV(model.config, "d2m8")
     calibrate(model, method, torch.randint(0, 41, (4, 40), generator=torch.Generator().manual_seed(1)))
-    return model, method.calibrated()
+    return model, method
 
 
 def anchors_of(text, method_class=AnTKV, protocol="paper", **settings):
     """{(layer, "k" or "v"): positions, sorted, by head} of an AnTKV with 3 anchors, and itself."""
     model, codebooks = model_and_codebooks()
     method = method_class(model.config, "d2m8", anchors="3", recent=0, **settings)
-    method.restore(codebooks | {"stored_as": torch.tensor(method.stored_as())}, model)  # the controls take them, too
+    take_tables(method, codebooks)  # the controls take them, too
     cache = KVCache(model, method, protocol)
     with torch.no_grad():
         for chunk in text.split(method.block if protocol == "stream" else text.shape[1], dim=1):

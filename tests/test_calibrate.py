@@ -14,15 +14,15 @@ from cases import model_of, tokens_of
 from planted import CONFIG, L, Planted, changed, d, few_tries, random_rows, same, tables
 
 from tinykv import UserError
-from tinykv.cache import KVCache
+from tinykv.cache import KVCache, made_with
 from tinykv.calibrate import Text, calibrate, check, shown
 from tinykv.codecs import clipped, codebook, nonuniform
+from tinykv.lab.tables import tables_of
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.registry import METHODS
 from tinykv.methods.skvq import SKVQ
-from tinykv.model import turned
-from tinykv.tracing import Trace
+from tinykv.model import Trace, turned
 
 
 def recorded(model, method, windows, gradients=False):
@@ -119,7 +119,7 @@ def test_windows_of_which_nothing_is_left(name, options):
         with pytest.raises(UserError, match="keep"):
             calibrate(model, method, tokens_of(3, T))
     calibrate(model, method, tokens_of(3, 7))
-    assert all(torch.isfinite(t.float()).all() for t in method.calibrated().values())
+    assert all(torch.isfinite(t.float()).all() for t in tables_of(method).values())
 
 
 def test_a_head_of_which_nothing_is_left():
@@ -165,9 +165,9 @@ def test_a_list_finds_what_each_method_finds_alone():
         calibrate(model, method, windows)
     count.clear()
     calibrate(model, together, windows)
-    assert len(count) == len(windows)
+    assert len(count) == len(windows) + 1  # and what the model is known by
     for one, other in zip(apart, together):
-        assert one.stored_as() == other.stored_as() and same(one.calibrated(), other.calibrated())
+        assert made_with(one) == made_with(other) and same(tables_of(one), tables_of(other))
 
 
 @pytest.mark.parametrize("name, readings", [("kvquant", L), ("kvsink", 2 * L), ("cq", L)])
@@ -180,7 +180,7 @@ def test_some_layers_at_a_time_find_the_same(name, readings, monkeypatch):
         monkeypatch.setattr("tinykv.calibrate.HELD", held)
         count.clear()
         calibrate(model, method := METHODS[name](model.config, **small(name)), windows)
-        assert len(count) == n * len(windows)
+        assert len(count) == n * len(windows) + 1  # and what the model is known by
         found.append(tables(method))
     assert found[0] and same(*found)
 
@@ -233,7 +233,7 @@ def test_torchs_default_dtype_changes_nothing(name):
             method = METHODS[name](model.config, **small(name))
             if method.needs_calibration:
                 calibrate(model, method, tokens)
-            found.append([*method.calibrated().values(), model(tokens, KVCache(model, method, "paper"))])
+            found.append([*tables_of(method).values(), model(tokens, KVCache(model, method, "paper"))])
         finally:
             torch.set_default_dtype(torch.float32)
     exact, *others = found

@@ -12,7 +12,8 @@ from test_model import tiny as tiny_llama
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
-from tinykv.hf.config import config_fields, parse_config
+from tinykv.hf.config import parse_config
+from tinykv.lab.hf.save import config_fields, save
 from tinykv.lab.tables import fingerprint
 from tinykv.lab.weights import quantize
 from tinykv.lab.weights.rtn import RTN
@@ -32,7 +33,7 @@ def tiny(**changes):
 @pytest.fixture
 def folder(tmp_path):
     """A whole checkpoint, to be damaged."""
-    hf.save(tiny(), PIECES, tmp_path / "model")
+    save(tiny(), PIECES, tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -85,8 +86,8 @@ def same(a, b):
 def test_saved_and_loaded_is_the_same_to_the_bit(tmp_path, dtype, changes):
     """Also when it is saved over the folder that it came from, and after its file was overwritten."""
     model, folder = tiny(**changes).to(dtype), tmp_path / "new" / "folder"
-    hf.save(model, PIECES, folder)
-    hf.save(hf.load_model(folder, dtype=dtype), folder / "tokenizer.model", folder)
+    save(model, PIECES, folder)
+    save(hf.load_model(folder, dtype=dtype), folder / "tokenizer.model", folder)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", WEIGHTS, "tokenizer.model"]
     with safe_open(folder / WEIGHTS, "pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers before 5.0 reads no file without
@@ -107,7 +108,7 @@ def test_of_two_savings_the_index_says_which_is_read(folder):
     model, whole = hf.load_model(folder), (folder / WEIGHTS).read_bytes()
     to_shards(folder, count=2)
     assert same(hf.load_model(folder), model)  # without an index
-    hf.save(tiny(), PIECES, folder)
+    save(tiny(), PIECES, folder)
     of = to_shards(folder)
     assert "twice" in told(hf.load_model, folder)
     for broken in (None, [], {}, {KEY: 5}):
@@ -122,7 +123,7 @@ def test_of_two_savings_the_index_says_which_is_read(folder):
 def test_a_tied_head_is_the_embedding_or_refused(folder):
     """transformers leaves two that differ untied."""
     model = tiny(tie_word_embeddings=True)
-    hf.save(model, PIECES, folder)
+    save(model, PIECES, folder)
     edit_weights(folder, lambda weights: weights.update({  # as old checkpoints carry them
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
         "lm_head.weight": weights["model.embed_tokens.weight"].clone()}))
@@ -270,7 +271,7 @@ def test_a_fault_of_a_folder_is_one_line_that_names_it(folder, spoil, words):
 @torch.no_grad()
 def test_a_model_on_two_devices_computes_the_same(folder):
     """Two names for a CPU: the states go from one to the other, and the cache with them."""
-    hf.save(tiny(max_position_embeddings=4096), PIECES, folder)
+    save(tiny(max_position_embeddings=4096), PIECES, folder)
     one, two = hf.load_model(folder), hf.load_model(folder, "cpu,cpu:0")
     assert [str(device) for device in two.devices] == ["cpu", "cpu:0"] and same(one, two)
     tokens = torch.arange(2, 14).view(2, 6)

@@ -16,6 +16,7 @@ from tinykv.cache import KVCache
 from tinykv.calibrate import Text, calibrate, shown
 from tinykv.codecs import codebook
 from tinykv.codecs.codebook import FORMATS, Codebook, make_codebooks
+from tinykv.lab.tables import table_bytes
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.cq import CQ
 from tinykv.model import LlamaConfig
@@ -93,7 +94,7 @@ def test_books_are_fixed_points(sharing):
             near = (points[:, None] - book).pow(2).sum(-1).argmin(1)
             for c in range(8):
                 assert torch.allclose(points[near == c].mean(0), book[c], atol=0.1)
-    assert method.offline_bytes == 2 * L * 2 * books.numel()
+    assert table_bytes(method) == 2 * L * 2 * books.numel()
 
 
 def test_calibration_sees_no_more_than_it_says(monkeypatch):

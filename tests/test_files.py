@@ -6,8 +6,10 @@ from cases import link
 from safetensors.torch import save
 
 from tinykv import UserError, hf
-from tinykv.hf import EMBEDDED, files
-from tinykv.hf.files import read_json, read_text, write_json
+from tinykv.hf import EMBEDDED
+from tinykv.hf.config import read_json
+from tinykv.lab import files
+from tinykv.lab.files import read_text, write_json
 from tinykv.lab.tables import Tables, hash_of, load_tensors, save_tensors
 from tinykv.lab.weights import AWQ, GPTQ
 

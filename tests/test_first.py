@@ -17,8 +17,7 @@ from tinykv.codecs.base import pack, unpack
 from tinykv.methods.antkv import attention_tiles
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
-from tinykv.model import Llama, LlamaConfig
-from tinykv.tracing import Trace
+from tinykv.model import Llama, LlamaConfig, Trace
 
 # Eight numbers: one key, of a head with eight channels
 X = torch.tensor([-1.0, -0.6, -0.1, 0.0, 0.4, 0.9, 1.3, 2.0])

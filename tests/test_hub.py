@@ -14,9 +14,10 @@ from test_checkpoint import PIECES, same, tiny, told
 from test_data import Letters, spelled
 
 from tinykv import UserError, hf
-from tinykv.hf.hub import HubFile, fetch_file, fetch_model
 from tinykv.lab.data import load_windows
 from tinykv.lab.data.windows import HUB_FILES
+from tinykv.lab.hf.hub import HubFile, fetch_file, fetch_model, local_folder
+from tinykv.lab.hf.save import save
 
 
 @pytest.fixture
@@ -46,10 +47,10 @@ def offer(hub, name, body, sha256=None):
 
 def test_a_model_by_its_name(hub):
     """config, tokenizer and weights, and not the same weights once more in another layout."""
-    hf.save(tiny(), PIECES, hub)
+    save(tiny(), PIECES, hub)
     for other in ("consolidated.safetensors", "original/params.json", "pytorch_model.bin"):
         (hub / other).touch()
-    model, tokenizer = hf.load("owner/tiny")
+    model, tokenizer = hf.load(local_folder("owner/tiny"))
     assert same(model, tiny()) and tokenizer.encode("the bell rings")
     assert {path.name for path in hub.parent.iterdir()} == {"site", "config.json", "model.safetensors",
                                                             "tokenizer.model"}
@@ -60,7 +61,7 @@ def test_what_the_hub_does_not_give_is_told(hub, monkeypatch):
         raise ConnectionError("no network\nand a second line")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    assert "owner/none cannot be fetched from the hub (no network and" in told(hf.load, "owner/none")
+    assert "owner/none cannot be fetched from the hub (no network and" in told(local_folder, "owner/none")
     assert "wikitext" in told(load_windows, "wikitext2", Letters(), 8, 1)
 
 

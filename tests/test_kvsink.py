@@ -15,6 +15,7 @@ from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import calibrate
 from tinykv.hf import EMBEDDED
 from tinykv.lab.data import load_windows
+from tinykv.lab.tables import restore_tables, tables_of
 from tinykv.methods.kvsink import TABLE_3, KVSink, find_outlier, outlier
 from tinykv.methods.pfn import PFN
 from tinykv.model import Llama, LlamaConfig
@@ -35,7 +36,7 @@ def test_the_papers_models_are_recognised_and_models_that_differ_in_one_size_are
     for key, place in zip(TABLE_3, KNOWN, strict=True):
         method = KVSink(config_of(key), scheme="channel-static")  # whose ranges are calibrated all the same
         assert (method.layer, method.channel, method.needs_text) == (*place, False) and method.needs_calibration
-        assert "Table 3" in method.describe() and not method.calibrated()
+        assert "Table 3" in method.describe() and not tables_of(method)
         for i in range(len(key)):
             other = KVSink(config_of([*key[:i], "qwen2" if i == 0 else key[i] + 16, *key[i + 1:]]))
             assert (other.layer, other.channel, other.needs_text) == (None, None, True)
@@ -112,7 +113,7 @@ def test_a_planted_outlier_is_found_in_the_windows_that_have_it(layer, channel, 
         place = (layer, channel) if exists else (-1, -1)
         said = f"channel {channel} (found in 3 of 10" if exists else "no stable outlier in 10"
         assert (method.layer, method.channel) == place and said in method.describe()
-        other.restore(method.calibrated(), model)
+        restore_tables(other, tables_of(method), model)
         assert (other.layer, other.channel, other.describe()) == (method.layer, method.channel, method.describe())
 
 

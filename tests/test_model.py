@@ -13,8 +13,7 @@ from tinykv.cache import KVCache
 from tinykv.hf import load_model
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
-from tinykv.model import LlamaConfig, pick_token
-from tinykv.tracing import Trace
+from tinykv.model import LlamaConfig, Trace, pick_token
 
 REFERENCES = Path(__file__).parent / "references"
 VARIANTS = sorted(json.loads((REFERENCES / "manifest.json").read_text())["variants"])

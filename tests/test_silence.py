@@ -13,7 +13,7 @@ from test_cli import refused
 
 import eval_ppl
 import train_intact
-from tinykv import UserError, hf, identity
+from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache, LayerCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs.base import Codec, Codes, Pair
@@ -22,11 +22,12 @@ from tinykv.hf import EMBEDDED
 from tinykv.lab.analysis import __main__ as analysis
 from tinykv.lab.data import load_windows
 from tinykv.lab.data.windows import Windows
-from tinykv.lab.tables import Tables, fingerprint, save_tensors
+from tinykv.lab.tables import Tables, fingerprint, restore_tables, save_tensors, tables_of
 from tinykv.lab.weights import QUANTIZERS, quantize
 from tinykv.methods.base import Method
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
+from tinykv.model import probe, same_model
 
 TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]
 WINDOWS = Windows(torch.arange(64).view(2, 32), [[], []])
@@ -183,7 +184,7 @@ def enlarge(model):
 
 
 def soften(model):
-    model.model["layers"][2].input_layernorm.eps *= 100
+    model.model["layers"][2].input_layernorm.eps *= 1e4
 
 
 def overwrite(model):
@@ -209,7 +210,7 @@ def part_of_the_vocabulary(model):
     weight = model.model["embed_tokens"].weight.data
     model.lm_head.weight = torch.nn.Parameter(weight.clone())
     others = torch.ones(len(weight), dtype=torch.bool)
-    others[identity.probe(len(weight))] = False
+    others[probe(len(weight))] = False
     weight[others] = weight[others].roll(1, 0)
 
 
@@ -223,7 +224,7 @@ def test_what_was_found_on_a_model_serves_no_other(tmp_path, change, dtype):
     (model, _), (edited, tokenizer) = (hf.load(EMBEDDED, dtype=of) for of in (torch.float32, dtype))
     method, fp16 = METHODS["rtn"](model.config), METHODS["fp16"](model.config)
     calibrate(model, method, WINDOWS.tokens)
-    Tables(tmp_path, model).put("these", method.calibrated())
+    Tables(tmp_path, model).put("these", tables_of(method))
     exact = measure(model, fp16, WINDOWS)
     KVCache(edited, method)
     for same in (edited, quantize(edited, QUANTIZERS["rtn"](3))):
@@ -249,8 +250,7 @@ def before(model):
 
 
 @pytest.mark.parametrize("change", [later, before])
-def test_fp16s_result_has_a_witness(change):
-    """What an identity does not see, the first window shows."""
+def test_fp16s_result_is_of_the_model_with_its_hooks(change):
     model = hf.load_model(EMBEDDED)
     exact = measure(model, METHODS["fp16"](model.config), WINDOWS)
     change(model)
@@ -279,15 +279,14 @@ def test_a_token_that_was_trained_makes_another_model():
     exchange, permute, hook, slow, enlarge, overwrite, soften,
     to("model.layers.1.self_attn.q_proj", lambda w: w[7].mul_(2)),  # a row
     to("model.layers.0.mlp.down_proj", lambda w: w[:, 90].mul_(2))])  # a column, of which it has more than rows
-def test_a_model_is_probed_once_and_again_when_it_was_edited(monkeypatch, change):
-    monkeypatch.setattr(identity, "probed", probed := Mock(side_effect=identity.probed))
+def test_a_model_that_was_edited_is_another(change):
+    """And one that was not is the same, whatever its attention."""
     model = hf.load_model(EMBEDDED)
-    for n in (1, 2, 3):
-        known = model.identity()
-        model.use_attention("fused")
-        model(torch.arange(9)[None])
-        assert model.identity() is known and probed.call_count == n
-        change(model)
+    known = model.identity()
+    model.use_attention("plain")
+    assert same_model(known, model.identity())
+    change(model)
+    assert not same_model(known, model.identity())
 
 
 def test_a_file_of_tables_under_another_name_is_not_read(tmp_path):
@@ -299,15 +298,14 @@ def test_a_file_of_tables_under_another_name_is_not_read(tmp_path):
     assert kept.get("one") is None
 
 
-@pytest.mark.parametrize("given, error", [
-    (Mock(__contains__=Mock(side_effect=KeyboardInterrupt)), KeyboardInterrupt), ({}, UserError)])
-def test_a_method_that_lost_its_tables_on_the_way_is_not_calibrated(given, error):
-    """Interrupted while it takes others, or given none."""
+def test_a_method_that_lost_its_tables_on_the_way_is_not_calibrated():
+    """Given none; or interrupted while it takes others."""
     method = METHODS["rtn"](model_of(1).config)
-    calibrate(model_of(1), method, tokens_of(1, 32))
-    with pytest.raises(error):
-        method.restore(given, model_of(1))
-    assert method.needs_calibration
+    for tables, error in (({}, UserError), (Mock(keys=Mock(side_effect=KeyboardInterrupt)), KeyboardInterrupt)):
+        calibrate(model_of(1), method, tokens_of(1, 32))
+        with pytest.raises(error):
+            restore_tables(method, tables, model_of(1))
+        assert method.needs_calibration
 
 
 def test_an_interrupted_probe_leaves_the_attention_as_it_was():
@@ -332,7 +330,7 @@ def test_a_prefix_is_trained_for_what_rope_turns_by():
 def test_tables_from_a_file_warn_of_few_vectors_a_centroid():
     method, other = (METHODS["cq"](model_of(1).config, vq="d4m64") for _ in range(2))
     calibrate(model_of(1), method, tokens_of(2, 100))
-    other.restore(method.calibrated(), model_of(1))
+    restore_tables(other, tables_of(method), model_of(1))
     assert "few (below" in method.describe() and other.describe() == method.describe()
 
 

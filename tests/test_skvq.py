@@ -7,6 +7,7 @@ from planted import CONFIG, Hkv, L, Planted, changed, d, few_tries, flat, h, ran
 
 from tinykv.calibrate import calibrate
 from tinykv.codecs.clipped import ClippedGroups
+from tinykv.lab.tables import table_bytes
 from tinykv.methods.cq import CQ
 from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.rtn import RTN
@@ -47,7 +48,7 @@ def test_channels_of_like_range_share_a_group():
         assert sorted(map(sorted, members(codec))) == sorted(map(sorted, clusters))
         assert codec.alpha.tolist() == [1] * 4 and codec.centre.tolist() == [0] * 4
     # 16 bits of each clip, 8 of each centre, 32 of each channel's group
-    assert method.offline_bytes == 2 * L * (4 * h + 3 * 4)
+    assert table_bytes(method) == 2 * L * (4 * h + 3 * 4)
 
 
 def test_a_channel_counts_with_its_extremes_over_all_windows():

@@ -23,6 +23,7 @@ Under `paper`, prompt tokens that do not fill a group stay recent. A method whos
 tokens it keeps once, at the end of the prompt.
 """
 import copy
+import inspect
 from collections import ChainMap
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -30,7 +31,9 @@ from types import SimpleNamespace
 import torch
 
 from tinykv import UserError, at_least, check_tokens, one_of
-from tinykv.codecs.base import sixteen_bits
+from tinykv.codecs.base import Pair, sixteen_bits
+from tinykv.codecs.schemes import SCHEMES
+from tinykv.model import same_model
 
 PROTOCOLS = ("paper", "stream")
 
@@ -135,8 +138,12 @@ class CachedRows:
         """The rows of all tokens so far, (B, Hkv, S, d): decoded | recent, and on top of them the kept ones."""
         if self.codes is None:
             return self.recent  # nothing is coded yet: kept tokens are among the recent ones
-        # fp32, or 16 bits where the codes are exact
-        rows = self.codec.decode_before(self.recent, self.codes, self.n_coded)  # (B, Hkv, S, d)
+        decoded = self.codec.decode(self.codes)  # (B, Hkv, C, d) in fp32, or in 16 bits where codes are exact
+        B, Hkv, _, d = self.recent.shape
+        if not decoded.is_floating_point() or decoded.shape != (B, Hkv, self.n_coded, d):
+            raise UserError(f"`decode` of {self.codec!r} has to give floating-point numbers "
+                            f"{(B, Hkv, self.n_coded, d)}; it gave {decoded.dtype} {tuple(decoded.shape)}")
+        rows = torch.cat([decoded, self.recent], dim=2)  # (B, Hkv, S, d)
         if self.kept_positions is not None:
             index = self.kept_positions.long()[..., None].expand_as(self.kept_rows)  # (B, Hkv, p, d)
             rows.scatter_(2, index, self.kept_rows.to(rows.dtype))
@@ -320,7 +327,7 @@ class KVCache:
         at_least(1, prompt=prompt)
         if isinstance(method, str | type):
             raise UserError(f"a cache takes a method that is made, such as KIVI(model.config); got {method!r}")
-        method.check()
+        check_method(method)
         self.model = getattr(model, "_orig_mod", model)  # of what torch.compile wraps
         self.method, self.protocol, self.prompt = method, protocol, prompt
         self.config = model.config
@@ -329,7 +336,7 @@ class KVCache:
     def reset(self):
         """Forget every token, except those of the method's prefix."""
         self.busy = True  # while this or a forward is running; the model sets it for a forward
-        self.method.check_model(self.model)
+        check_model(self.method, self.model)
         self.rope = self.model.rope
         self.shared = SimpleNamespace()  # what the method knows of this text, by name
         self.method.begin(self)
@@ -445,3 +452,70 @@ class KVCache:
         where = "" if done == len(self.layers) else f" in {done} of {len(self.layers)} layers"  # within a forward
         parts = ", ".join(f"{held} bytes {part}" for part, held in self.part_bytes().items())
         return f"KVCache({self.method!r}, {self.protocol}, {length} tokens{where}: {parts})"
+
+
+# Which methods a cache takes
+
+def check_method(method):
+    """UserError for what no cache can run. A command asks as soon as the method is made, and every cache asks."""
+    name = type(method).__name__
+    if method.config is None:
+        raise UserError(f"{name} has no config; let its constructor call super().__init__(config)")
+    L = method.config.num_hidden_layers
+    one_of(("pre", "post"), rope=method.rope)
+    one_of(("prompt", "always"), choose=method.choose)
+    preserve = 0 if method.keeps_share else method.preserve  # a share is a text, such as "1%"
+    for setting, value, least in (("recent", method.recent, 0), ("block", method.block, 1), ("preserve", preserve, 0)):
+        if not (hasattr(value, "__index__") and value >= least):
+            raise UserError(f"{setting} of {name} must be a whole number of at least {least}; got {value!r}")
+    if not isinstance(method.codecs, list | tuple) or [type(pair) for pair in method.codecs] != [Pair] * L:
+        raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {method.codecs!r}")
+    for _, kind, codec in method.each_codec():
+        if codec.bits is None:
+            raise UserError(f"{type(codec).__name__} has no `bits`; set its nominal bits of a number, such as 4")
+        if (block := method.block_of(kind)) % codec.tokens_per_group:
+            raise UserError(f"a block of {block} tokens does not hold whole groups of "
+                            f"{codec.tokens_per_group}; give a multiple")
+    made_by = {codec.scheme for *_, codec in method.each_codec()} - {None}
+    if made_by and method.scheme in SCHEMES and method.scheme not in made_by:
+        raise UserError(f"{name} says scheme {method.scheme}, and its codecs are of {', '.join(made_by)}; make a new "
+                        "method with this scheme")
+    learning = [codec for *_, codec in method.each_codec() if codec.needs_text]
+    if len(set(map(id, learning))) < len(learning):
+        raise UserError(f"{name}: each layer, K and V need codecs of their own, as each is calibrated by itself")
+
+
+def check_model(method, model):
+    """UserError unless the model has the config that the method was made for and, if the method was calibrated,
+    computes what that model did; perhaps in another dtype."""
+    if method.config != model.config:
+        raise UserError(f"{method!r} was made for another config; make it for this model's, as "
+                        "`hf.load_config(folder)` reads it")
+    parts, L = getattr(model, "model", ()), method.config.num_hidden_layers
+    if "layers" in parts and len(parts["layers"]) != L:
+        raise UserError(f"the model has {len(parts['layers'])} layers, and its config says {L}; set "
+                        "num_hidden_layers before the method is made")
+    if method.calibrated_on is not None:
+        identity, settings, codecs = method.calibrated_on
+        same = all(now is was for (*_, now), (*_, was) in zip(method.each_codec(), codecs))
+        if not same or settings != made_with(method):
+            raise UserError(f"{method!r}: rope, preserve, a codec, or a setting of one, has changed since it was "
+                            "calibrated; make a new method with these settings, and calibrate it")
+        if not same_model(identity, model.identity()):
+            raise UserError(f"{method!r} was calibrated on another model; calibrate it on this one")
+    filled_for = getattr(method.prefix, "filled_for", None)
+    if filled_for and not (filled_for[0] == method.prefix.ids and same_model(filled_for[1], model.identity())):
+        raise UserError(f"the prefix {method.prefix.name} was filled for other tokens, or another model; call its "
+                        "`fill` for this one")
+
+
+def made_with(method):
+    """What tables depend on, beside the model and its text: the method, where keys are stored, what is kept, and how
+    codecs were made. Of a codec it sees the class, and those arguments of its constructor that are attributes, and
+    texts or numbers; of what `Method.fit` reads, only `preserve`."""
+    settings = [type(method).__name__, method.rope, 0 if method.uses_scores else method.preserve]  # it scores none
+    for _, _, codec in method.each_codec():
+        names = inspect.signature(type(codec)).parameters
+        values = [value for name in names if isinstance(value := getattr(codec, name, None), str | int | float)]
+        settings.append([str(type(codec)), *values])
+    return settings

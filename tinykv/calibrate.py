@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from tinykv import UserError, all_finite, check_tokens
-from tinykv.cache import KVCache
+from tinykv.cache import KVCache, made_with
 from tinykv.codecs.base import Codec, sixteen_bits
-from tinykv.tracing import Trace
+from tinykv.model import Trace
 
 HELD = 2 ** 34  # bytes of what layers computed, about
 
@@ -49,7 +49,7 @@ def calibrate(model, methods, windows, progress=None, seed=0):
                     codec.fit(*learned_from, seed)
     identity = model.identity()
     for method in methods:
-        method.calibrated_on = identity, method.stored_as(), method.each_codec()
+        method.calibrated_on = identity, made_with(method), method.each_codec()
 
 
 @torch.no_grad()

@@ -14,14 +14,12 @@ import torch.nn.functional as F
 
 from tinykv import UserError, all_finite, at_least
 from tinykv.cache import KVCache
-from tinykv.identity import same_model
 from tinykv.kmeans import argmax
-from tinykv.methods.fp16 import FP16
+from tinykv.model import same_model
 
 SLICE = 2 ** 24  # logits held at once, in numbers
 FAR = 128 * 1024  # tokens of the text for the last bit count, the column 128K
 LARGEST = 700  # nats: the exponential of a larger loss is no number
-WITNESS = 64  # tokens of the first window that fp16's model reads again
 STRETCH = 512  # targets whose losses are also averaged by themselves: what a loss is early in a window, and late
 
 
@@ -47,7 +45,7 @@ class Result:
     reads_codes: int = 0  # windows in which a query reads codes
     exact: list = field(default_factory=list, repr=False, compare=False)  # of fp16: hidden states (T, D) of each window
     windows: object = field(default=None, repr=False, compare=False)  # the `Windows`
-    model: torch.Tensor | None = field(default=None, repr=False, compare=False)  # its `identity`
+    model: list = field(default_factory=list, repr=False, compare=False)  # its `identity`
 
     @property
     def ppl(self):
@@ -84,7 +82,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
                         f"not a {type(windows).__name__}")
     result = Result(windows=replace(windows), model=model.identity())  # a copy: the caller may edit theirs
     if fp16 is not None:
-        check_reference(fp16, result, model, cache_class)
+        check_reference(fp16, result, model)
     device, cache = model.lm_head.weight.device, cache_class(model, method, protocol, prompt)
     result.method = repr(method)
     # in inference mode torch is faster, but cannot tell whether somebody's own method writes into what it is shown
@@ -129,19 +127,14 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
     return result
 
 
-def check_reference(fp16, result, model, cache_class):
+def check_reference(fp16, result, model):
     """UserError unless two `Result`s are of the same targets and of one model. The model of quantized weights is
     unknown, and not checked."""
     same = torch.equal(fp16.windows.tokens, result.windows.tokens) and fp16.windows.start == result.windows.start
     if not same or len(fp16.exact) != len(fp16.windows.tokens):
         raise UserError("the Result of fp16 is of other windows, or of another method; measure fp16 on these")
-    if any(hasattr(part, "bits") for part in model.modules()):
-        return
-    # the model reads the first tokens again: a witness of what an identity does not see
-    tokens = result.windows.tokens[:1, :WITNESS].to(model.lm_head.weight.device)  # (1, n)
-    again = model(tokens, cache_class(model, FP16(model.config), "paper"), logits=False).cpu()  # (1, n, D)
-    was = fp16.exact[0][None, :WITNESS]  # (1, n, D)
-    if not (same_model(fp16.model, result.model) and same_model(was[:, None, None], again[:, None, None])):
+    is_quantized = any(hasattr(part, "bits") for part in model.modules())
+    if not is_quantized and not same_model(fp16.model, result.model):
         raise UserError("the Result of fp16 is of another model; measure fp16 on this one")
 
 

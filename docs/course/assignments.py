@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tinykv import UserError
-from tinykv.hf.files import check_regular
+from tinykv.lab.files import check_regular
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 2 ** 20  # bytes of a submission

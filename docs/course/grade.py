@@ -25,8 +25,8 @@ from docs.course.assignments import PAGE, ROOT, answer_of, assignment_of, folder
 from docs.course.compare import complaints, short
 from docs.course.confine import hole
 from tinykv import UserError
-from tinykv.hf.files import check_target, write, write_json
 from tinykv.lab.cli import Columns, Parser, one_line, printable
+from tinykv.lab.files import check_target, write, write_json
 
 LONGEST = 300  # seconds of a submission, of which it may compute confine.SECONDS
 

@@ -11,8 +11,8 @@ from zipfile import ZipFile, ZipInfo
 from docs.course import grade
 from docs.course.assignments import PAGE, PAGES, ROOT, folder_of, key_of
 from tinykv import UserError
-from tinykv.hf.files import check_target, write
 from tinykv.lab.cli import Parser, one_line
+from tinykv.lab.files import check_target, write
 
 SETUP = """#!/bin/bash
 set -e

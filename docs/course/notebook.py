@@ -9,8 +9,8 @@ from pathlib import Path
 
 from docs.course.assignments import folder_of, folders, starter
 from docs.programs import notebook
-from tinykv.hf.files import check_target, write
 from tinykv.lab.cli import Parser, one_line
+from tinykv.lab.files import check_target, write
 
 BEGIN = '''"""Assignment {number}, {name}, in a notebook that lies beside its tests."""
 import subprocess

@@ -33,7 +33,7 @@ from tinykv.lab.compiled_cache import CompiledCache
 from tinykv.lab.data import load_windows
 from tinykv.lab.shared_flags import list_of
 from tinykv.methods.registry import METHODS
-from tinykv.tracing import Trace
+from tinykv.model import Trace
 
 ROUNDS, WINDOW = 7, 1024  # WINDOW: tokens that are read in one forward
 TOKEN = torch.zeros(1, 1, dtype=torch.long)  # that a step reads

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
-from tinykv.hf.files import write
+from tinykv.lab.files import write
 from tinykv.lab.plots import COLOUR_OF
 
 FIGURES = Path(__file__).parents[1] / "figures" / "methods"

@@ -26,11 +26,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processo
 from tqdm import trange
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
-from tinykv import UserError, hf
-from tinykv.hf.files import write, write_json
+from tinykv import UserError
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.lab.cli import Parser, one_line
 from tinykv.lab.data.stories import OFTEN, REFRAINS, WORDS, Rng, Writer, stories
+from tinykv.lab.files import write, write_json
+from tinykv.lab.hf.save import save as write_folder
 from tinykv.model import Llama, LlamaConfig
 
 BOS, EOS = 1, 2  # sentencepiece's own ids
@@ -106,7 +107,7 @@ def json_tokenizer(pieces):
 
 def save(model, out):
     """The folder, of which transformers reads tokenizer.json."""
-    hf.save(model, out / "tokenizer.model", out)
+    write_folder(model, out / "tokenizer.model", out)
     fast = json_tokenizer(SentencePieceTokenizer(out / "tokenizer.model").pieces)
     write(out / "tokenizer.json", lambda path: fast.save(str(path)))
     write_json(out / "tokenizer_config.json", {

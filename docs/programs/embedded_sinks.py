@@ -42,16 +42,15 @@ from tinykv import UserError, hf
 from tinykv.calibrate import calibrate
 from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
-from tinykv.hf.files import write
 from tinykv.lab.analysis import norms, outliers, sinks
 from tinykv.lab.analysis.walk import Text, print_table, rows_of
 from tinykv.lab.cli import Columns, Parser, one_line
 from tinykv.lab.data.windows import Windows
 from tinykv.lab.differences import paired
+from tinykv.lab.files import write
 from tinykv.lab.plots import legend, new_figure, save, style
 from tinykv.methods.registry import METHODS
-from tinykv.model import Attention
-from tinykv.tracing import Trace
+from tinykv.model import Attention, Trace
 
 RECORD = Path(__file__).parents[1] / "sinkless.jsonl"
 KINDS = ("softmax", "plus one", "logit", "gate")

@@ -23,7 +23,7 @@ from results import ANTKV, FIVE, MARKED, ROOT, SERVED, calibrate_pair, named, re
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
-from tinykv.hf import files
+from tinykv.lab import files
 from tinykv.lab.cli import Parser, one_line
 from tinykv.lab.data import load_windows
 from tinykv.lab.data.windows import halves, spread

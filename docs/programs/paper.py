@@ -97,7 +97,7 @@ def show(table, args):
 
 def load(words):
     args = flags.set_up(flags.parse(words))
-    return hf.load_model(args.model, args.devices, args.dtype), args.tokenizer
+    return hf.load_model(args.folder, args.devices, args.dtype), args.tokenizer
 
 
 def main():

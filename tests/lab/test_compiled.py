@@ -27,6 +27,7 @@ from tinykv.codecs.rotated import Rotated
 from tinykv.evaluate import chunks_of
 from tinykv.lab import compiled_cache
 from tinykv.lab.compiled_cache import CompiledCache, CompiledLayer, check_compiler
+from tinykv.lab.pieces import apart, pieces, rotation
 from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig, Rope
 
@@ -140,9 +141,9 @@ def test_a_block_of_codes_is_what_decode_gives(seed):
     K = turned(decoded, torch.arange(n), rope) if tables else decoded
 
     got = {"k": compiled_cache.scores(q, codec, codes, *tables), "v": compiled_cache.outputs(p, codec, codes)}
-    if (apart := codec.apart(codes)) is not None:
-        got["k"] += compiled_cache.product(compiled_cache.sparse(*apart, x.shape, n, "k", *tables), q)
-        got["v"] += compiled_cache.product(compiled_cache.sparse(*apart, x.shape, n, "v"), p)
+    if (more := apart(codec, codes)) is not None:
+        got["k"] += compiled_cache.product(compiled_cache.sparse(*more, x.shape, n, "k", *tables), q)
+        got["v"] += compiled_cache.product(compiled_cache.sparse(*more, x.shape, n, "v"), p)
     for kind, want in (("k", q.double() @ K.transpose(-2, -1)), ("v", p.double() @ decoded)):
         assert (got[kind] - want).abs().max() < 1e-5 * want.std(correction=0).clamp(min=1), codec
 
@@ -152,13 +153,13 @@ def same_numbers(codec, heads, width):
     if codec.needs_text and not codec.calibrated():
         codec.fit(x, torch.zeros(2, heads, 48, dtype=torch.bool))
     codes = codec.encode(x)
-    blocks = [torch.cat(pieces, dim=-1).flatten(2, -2) for pieces in codec.pieces(codes, width // 2)]
+    blocks = [torch.cat(piece, dim=-1).flatten(2, -2) for piece in pieces(codec, codes, width // 2)]
     got, want = torch.cat(blocks, dim=1), codec.decode(codes).float()
-    if (apart := codec.apart(codes)) is not None:
-        places, more = apart
+    if (found := apart(codec, codes)) is not None:
+        places, more = found
         got.view(-1)[places] += more
-    if codec.rotation is not None:
-        got = got @ codec.rotation
+    if (turn := rotation(codec)) is not None:
+        got = got @ turn
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 

@@ -25,6 +25,7 @@ from tinykv.lab.analysis.walk import walk
 from tinykv.lab.data import Windows, load_windows
 from tinykv.lab.data.stories import stories
 from tinykv.lab.data.windows import encode_documents
+from tinykv.lab.hf.save import save
 from tinykv.lab.prefixes import load_prefix, open_prefix, save_prefix
 from tinykv.lab.run import flags
 from tinykv.lab.run.calibration import fill_prefix
@@ -36,8 +37,7 @@ from tinykv.lab.weights.omniquant import OmniQuant
 from tinykv.lab.weights.rtn import RTN as RTNWeights
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
-from tinykv.model import Llama, LlamaConfig
-from tinykv.tracing import Trace
+from tinykv.model import Llama, LlamaConfig, Trace
 
 ROOT = Path(__file__).parents[2]
 IDS = [1, 30, 7, 7, 22, 3, 9, 14, 2, 40, 5, 5, 1, 17, 28, 33, 12, 6]
@@ -284,7 +284,7 @@ def test_the_rows_of_each_model_are_its_own(training, tokenizer, monkeypatch, tm
     """awq folds scales into the values where each query head has its own KV head; only the quantized model has them.
     They are in what "none" reads, and not in what is trained for."""
     torch.manual_seed(0)
-    hf.save(Llama(LlamaConfig(1024, 16, 24, 2, 2, 2, 8, 128)), EMBEDDED / "tokenizer.model", tmp_path / "model")
+    save(Llama(LlamaConfig(1024, 16, 24, 2, 2, 2, 8, 128)), EMBEDDED / "tokenizer.model", tmp_path / "model")
     given = []
     monkeypatch.setattr(train_intact, "train", lambda *_: None)
     monkeypatch.setattr(train_intact, "mean_loss", lambda *words: given.append(words) or 0.0)

@@ -29,6 +29,8 @@ from tinykv.hf import EMBEDDED
 from tinykv.lab.analysis import __main__ as analysis
 from tinykv.lab.analysis import page
 from tinykv.lab.data import Windows, load_windows
+from tinykv.lab.hf.save import save
+from tinykv.lab.tables import MADE_WITH, restore_tables, tables_of
 from tinykv.lab.weights import QUANTIZERS, quantize
 from tinykv.methods.base import CodecMethod
 from tinykv.methods.intactkv import IntactKV, Prefix
@@ -242,11 +244,14 @@ def edited(method, setting, value):
     KVCache(MODEL, method)
 
 
-def joined():
-    """A codec that takes the recent rows as well, and gives integers."""
-    codec = Affine(2, d)
-    codec.decode = lambda codes, recent: Affine.decode(codec, codes, recent).int()
-    codec.decode_before(torch.ones(1, 2, 3, d), codec.encode(torch.ones(1, 2, 4, d)), 4)
+def integers():
+    """A codec that gives integers."""
+    rows = fp16().layers[0].keys
+    rows.append(torch.ones(1, 2, 3, d))
+    rows.codec = Affine(2, d)
+    rows.codec.decode = lambda codes: Affine.decode(rows.codec, codes).int()
+    rows.quantize(2)
+    rows.read()
 
 
 def sharing():
@@ -257,9 +262,9 @@ def sharing():
 
 def restored(edit):
     """What `edit` makes of a calibrated method's tables."""
-    tables = made("rtn").calibrated()
+    tables = tables_of(made("rtn"))
     edit(tables)
-    METHODS["rtn"](CONFIG).restore(tables, MODEL)
+    restore_tables(METHODS["rtn"](CONFIG), tables, MODEL)
 
 
 def attending(word, n):
@@ -286,7 +291,7 @@ def saved(edit):
     """The embedded model, after an edit."""
     model = hf.load_model(EMBEDDED)
     edit(model)
-    hf.save(model, EMBEDDED / "tokenizer.model", os.devnull)
+    save(model, EMBEDDED / "tokenizer.model", os.devnull)
 
 
 def prefixed(edit):
@@ -373,7 +378,7 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     ("from 0 to 3; these go from 1 to 4", lambda: pack(torch.tensor([1, 4]), 2)),
     *(("changed since it was calibrated", lambda setting=setting, value=value: edited(made("rtn"), setting, value))
       for setting, value in (("rope", "post"), ("bits", 3))),
-    ("has to give floating-point", joined),
+    ("has to give floating-point", integers),
     ("Affine.* has no tables while `keep_keys` is asked in calibration", lambda: calibrate(
         MODEL, wrong_methods.WorstCodedAtOnce(CONFIG), TOKENS)),
     *(("a codec, or a setting of one, has changed since it was calibrated", lambda codecs=codecs: edited(
@@ -398,23 +403,22 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     ("open_prefix\\('a.txt', tokenizer\\)", lambda: METHODS["intactkv"](CONFIG, prefix="a.txt")),
     ("got None for a tokenizer", lambda: eval_ppl.compare("rtn", (MODEL, None))),
     ("dtype is one of torch's.*torch.int8", lambda: hf.load(EMBEDDED, dtype=torch.int8)),
-    ("README.md is not a whole tokenizer", lambda: hf.save(hf.load_model(EMBEDDED), f"{ROOT}/README.md", os.devnull)),
+    ("README.md is not a whole tokenizer", lambda: save(hf.load_model(EMBEDDED), f"{ROOT}/README.md", os.devnull)),
     *((f"attention '{word}' reads the cache that computes it", lambda word=word, n=n: attending(word, n))
       for word, n in (("triton", 48), ("compiled", 1))),
     ("has no config; let its constructor call", lambda: edited(METHODS["rtn"](CONFIG), "config", None)),
     ("is given recent, and does not keep it", lambda: eval_ppl.compare(wrong_methods.Forgets, recent=4)),
     ("codecs of their own", sharing), ("Affine has no `bits`", lambda: edited(METHODS["kivi"](CONFIG), "bits", None)),
-    ("changed since it was calibrated", lambda:  # of another method
-     METHODS["rtn"](CONFIG).restore(made("pfn", preserve=0).calibrated(), MODEL)),
-    *(("changed since it was calibrated", lambda name=name, one=one, two=two:
-       METHODS[name](CONFIG, **two).restore(made(name, **one).calibrated(), MODEL)) for name, one, two in [
+    ("found with other settings", lambda:  # of another method
+     restore_tables(METHODS["rtn"](CONFIG), tables_of(made("pfn", preserve=0)), MODEL)),
+    *(("found with other settings", lambda name=name, one=one, two=two:
+       restore_tables(METHODS[name](CONFIG, **two), tables_of(made(name, **one)), MODEL)) for name, one, two in [
            ("rtn", {"k_bits": 2}, {"k_bits": 4}), ("rtn", {"scheme": "token-static"}, {"scheme": "channel-static"}),
            ("rtn", {"rope": "pre"}, {"rope": "post"}), ("pfn", {"preserve": 1}, {"preserve": 9}),
            ("skvq", {"group_size": 16}, {"group_size": 8}), ("cq", {"vq": "d4m8"}, {"vq": "d4m4"})]),
-    *(("tables are missing, or have other shapes", lambda edit=edit: restored(edit)) for edit in (
-        lambda tables: tables.pop("1.k.zero"), lambda tables: tables.pop("stored_as"),
+    *(("tables are missing, have other shapes", lambda edit=edit: restored(edit)) for edit in (
+        lambda tables: tables.pop("1.k.zero"), lambda tables: tables.pop(MADE_WITH),
         lambda tables: tables.update({"1.k.scale": tables["1.k.scale"][..., :1]}))),  # which broadcasts
-    ("calibrated on another model", lambda: METHODS["rtn"](CONFIG).restore(made("rtn").calibrated(), other())),
     *(("filled for other tokens, or another model", lambda edit=edit: prefixed(edit))
       for edit in (lambda prefix: prefix.fill(other(), other()), lambda prefix: prefix.ids.append(9))),
     *((f"of {what}", lambda method=method, windows=windows: beside(method, windows)) for what, method, windows in (

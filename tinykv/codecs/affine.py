@@ -21,12 +21,10 @@ is also at least 2^-13 of the group's largest |x|, which keeps |z| below about 2
 more precise than such a step. The papers have no such floor. A clip of z to 1e4 instead would decode a constant group
 of 1.0 to 0.1. KVSink's equations also clip max and min; here neither is clipped.
 """
-import math
-
 import torch
 from torch.nn.functional import pad
 
-from tinykv.codecs.base import Codec, Codes, channel_ranges, known_bits, largest_code, pack, pieces_of, unpack
+from tinykv.codecs.base import Codec, Codes, channel_ranges, known_bits, largest_code, pack, unpack
 
 FORMULAS = ("offset", "integer-zero")
 
@@ -40,7 +38,6 @@ class Affine(Codec):
         axis "channel", static    no groups: all tokens share a channel's range
     """
     tables = ("scale", "zero")  # static grids only: (Hkv, 1, d/G, 1) or (Hkv, 1, 1, d)
-    joins = True
 
     def __init__(self, bits, width, axis="token", group=None, formula="offset", static=False):
         """width: d, the channels of a head."""
@@ -77,17 +74,13 @@ class Affine(Codec):
         packed = pack(code, self.bits)  # (B, Hkv, T, bytes)
         return Codes(packed) if self.static else Codes(packed, scale=scale, zero=zero)
 
-    def decode(self, codes, recent=None):
-        """Codes -> (B, Hkv, n, d) fp32, and recent rows (B, Hkv, r, d) after them."""
-        # 1. codes and recent rows side by side in fp32
-        (B, Hkv, n, _), d = codes.packed.shape, self.width
-        r = 0 if recent is None else recent.shape[2]
-        rows = torch.empty(B, Hkv, n + r, d, dtype=torch.float32, device=codes.packed.device)
-        rows[:, :, :n] = unpack(codes.packed, self.bits, d)  # (B, Hkv, n, d) uint8
-        if r:
-            rows[:, :, n:] = recent
+    def decode(self, codes):
+        """Codes -> (B, Hkv, n, d) fp32."""
+        # 1. back to codes, in their groups
+        n = codes.packed.shape[2]
+        code = unpack(codes.packed, self.bits, self.width)  # (B, Hkv, n, d) uint8
+        g = self.to_groups(code.float())  # (B, Hkv, n, d/G, G) or (B, Hkv, n/G, G, d)
         # 2. the codes become numbers, in place: to write to new memory takes longer than to compute
-        g = self.to_groups(rows[:, :, :n])  # (B, Hkv, n, d/G, G) or (B, Hkv, n/G, G, d)
         grid = self if self.static else codes
         s, z = grid.scale.float(), grid.zero.float()
         if self.formula == "offset":
@@ -96,25 +89,7 @@ class Affine(Codec):
         else:
             g -= z
             g *= s
-        return rows if r else self.from_groups(g, n)  # a last group that is not full has no token after it
-
-    def pieces(self, codes, width):
-        n = codes.packed.shape[2]
-        if n % self.tokens_per_group:  # the last group is not full
-            return super().pieces(codes, width)
-        grid, packed = self if self.static else codes, codes.packed  # (B, Hkv, n, bytes)
-        s, z = grid.scale.float(), grid.zero.float()
-        if self.axis == "channel":
-            packed = packed.unflatten(2, (s.shape[-3], self.group or n))  # (B, Hkv, n/G, G, bytes)
-        else:
-            width = math.gcd(width, self.group)
-        pieces = []
-        for i, code in pieces_of(packed, self.bits, self.width, width):
-            # the grid of these channels: (B, Hkv, n, 1) or (B, Hkv, n/G, 1, w)
-            own = (..., i // self.group, slice(None)) if self.axis == "token" else (..., slice(i, i + code.shape[-1]))
-            s_own, z_own = s[own], z[own]
-            pieces.append(code * s_own + z_own if self.formula == "offset" else (code - z_own) * s_own)
-        return [pieces]
+        return self.from_groups(g, n)
 
     def grid(self, lo, hi):
         """The range of each group -> scale and zero point, in the 16 bits that are stored."""

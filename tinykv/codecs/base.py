@@ -49,7 +49,6 @@ class Codes:
 
 # Packing
 
-PIECE = 16  # neighbours of a row that a compiled loop decodes at a time, at most: fp32 numbers of a vector register
 WORDS = torch.int64, torch.int32, torch.int16, torch.uint8  # `unpack` takes the widest that divides a row
 
 
@@ -130,28 +129,6 @@ def unpack(packed, bits, n):
     return codes
 
 
-def pieces_of(packed, bits, n, width):
-    """The n codes of each row, a piece of neighbours at a time: the first one's index, and codes (..., w) int32.
-
-    Where `unpack` writes all codes to memory, a compiled loop has these in registers. packed (..., bytes of a row). No
-    piece crosses a multiple of `width`.
-    """
-    parts = sections(n, bits)
-    w = math.gcd(PIECE, width, *(part.size for part in parts))
-    if w < 4 or bits == TERNARY:  # neighbours lie in different bytes, or no shift takes them apart
-        codes, w = unpack(packed, bits, n).int(), math.gcd(PIECE, width)
-        for i in range(0, n, w):
-            yield i, codes[..., i:i + w]
-        return
-    for i in range(0, n, w):
-        code = 0
-        for part in parts:
-            plane, first = divmod(i, part.size)
-            byte = packed[..., part.first + first:part.first + first + w].int()  # (..., w)
-            code = code | (byte >> plane * part.bits & largest_code(part.bits)) << part.low
-        yield i, code
-
-
 def factors_of(bits):
     """What each code of a byte is multiplied by: [1, 4, 16, 64] for 2 bits."""
     if bits == TERNARY:
@@ -189,9 +166,6 @@ class Codec:
     tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups
     needs_text = False  # True: calibration has to call `fit` before the first text
     needs_gradient = False  # True: `fit` is given the gradient of the loss
-    joins = False  # True: `decode` also takes the recent rows and appends them, which saves a copy
-    simdlen = None  # bits of a register in a compiled loop; None: the compiler's choice
-    rotation = None  # (d, d), its own inverse: `pieces` are of rows times it, so a query times it reads them
     tables = ()  # names of the tensors that `fit` sets (None before it): only these are restored and counted
 
     def fit(self, rows, kept, gradient=None, seed=0):
@@ -209,26 +183,6 @@ class Codec:
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d), in any floating-point type."""
         raise NotImplementedError
-
-    def pieces(self, codes, width):
-        """What `decode` gives, as a compiled loop reads it: for each block of heads a list of pieces (B, heads, tokens,
-        w), in the channels' order. No piece crosses a multiple of `width`. tokens: n, or groups and tokens of a group.
-        """
-        x = self.decode(codes).float()  # (B, Hkv, n, d)
-        return [x.split(math.gcd(PIECE, width, x.shape[-1]), dim=-1)]
-
-    def apart(self, codes):
-        """What `pieces` leave out: its places in (B, Hkv, n, d), as indices in one list, and how much; or None."""
-
-    def decode_before(self, recent, codes, n):
-        """The n decoded tokens, then recent rows (B, Hkv, r, d): (B, Hkv, n + r, d), in the wider type of the two."""
-        joined = n + recent.shape[2] if self.joins else n  # tokens that `decode` gives
-        decoded = self.decode(codes, recent) if self.joins else self.decode(codes)
-        shape = (*recent.shape[:2], joined, recent.shape[3])
-        if not decoded.is_floating_point() or decoded.shape != shape:
-            raise UserError(f"`decode` of {self!r} has to give floating-point numbers {shape}; it gave "
-                            f"{decoded.dtype} {tuple(decoded.shape)}")
-        return decoded if self.joins else torch.cat([decoded, recent], dim=2)
 
     def calibrated(self):
         """The tables that are there, {name: tensor}."""
@@ -263,12 +217,6 @@ def to_rows(x):
 def to_heads(rows, width):
     """The inverse: rows (B, T, C) -> (B, Hkv, T, d), d = width."""
     return rows.unflatten(-1, (-1, width)).transpose(1, 2)
-
-
-def by_heads(pieces, heads):
-    """Pieces of rows of all heads -> `Codec.pieces`: those of each head."""
-    n = len(pieces) // heads
-    return [pieces[i:i + n] for i in range(0, len(pieces), n)]
 
 
 class Pair(NamedTuple):

@@ -29,7 +29,6 @@ Paper and practice.
 - 1.5 bits are three levels, five to a byte: 1.6 bits stored, where the released packing takes 2.
 """
 import itertools
-import math
 from typing import Annotated
 
 import torch
@@ -38,12 +37,10 @@ from tinykv import UserError, at_least, one_of
 from tinykv.codecs.base import (
     Codec,
     Codes,
-    by_heads,
     channel_ranges,
     known_bits,
     largest_code,
     pack,
-    pieces_of,
     to_heads,
     to_rows,
     unpack,
@@ -100,18 +97,6 @@ class ClippedGroups(Codec):
         h, z = codes.scale[:, 0], codes.zero[:, 0]  # (B, T, n) both
         rows = self.dequantize(code, h, z)  # (B, T, C)
         return to_heads(rows, self.width)
-
-    def pieces(self, codes, width):
-        h, z = codes.scale.float(), codes.zero.float()  # (B, 1, T, n) both
-        pieces = []
-        for i, code in pieces_of(codes.packed, self.bits, self.channels, math.gcd(width, self.width)):
-            group = self.group[i:i + code.shape[-1]]  # (w): a channel has what its group has
-            h_own, z_own = h[..., :1], z[..., :1]  # (B, 1, T, 1) both
-            for g in range(1, h.shape[-1]):
-                h_own = torch.where(group == g, h[..., g:g + 1], h_own)  # (B, 1, T, w)
-                z_own = torch.where(group == g, z[..., g:g + 1], z_own)  # (B, 1, T, w)
-            pieces.append(code * h_own + z_own)
-        return by_heads(pieces, self.channels // self.width)
 
     # The clipped grid
 

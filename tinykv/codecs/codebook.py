@@ -23,14 +23,13 @@ below FEWEST for each centroid (`CodebookMethod`).
 "layer", all of a layer's K, or of its V. Codebooks per head lose less. Together they take 2 C m numbers a layer,
 whatever n, where C = Hkv * d: as much as m tokens of 16 bits.
 """
-import math
 import re
 from typing import Annotated
 
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.codecs.base import Codec, Codes, Pair, by_heads, pack, pieces_of, to_heads, to_rows, unpack
+from tinykv.codecs.base import Codec, Codes, Pair, pack, to_heads, to_rows, unpack
 from tinykv.kmeans import kmeans, nearest
 
 # AnTKV's formats, by their bits
@@ -50,7 +49,6 @@ class Codebook(Codec):
     # centroids (slots, m, n) in 16 bits; (1, m, n) if shared by the layer. The others: two numbers, see `check`
     tables = ("centroids", "samples", "effective")
     needs_text = True
-    simdlen = 256  # bits of a register that the numbers of a sub-vector fill
 
     def __init__(self, n, m, heads, width, sensitivity="fisher", sharing="head"):
         self.n, self.m, self.width, self.slots = n, m, width, heads * width // n
@@ -80,16 +78,6 @@ class Codebook(Codec):
         index = codebook * self.m + code  # (B, T, slots) int32: among the centroids of all codebooks
         x = torch.nn.functional.embedding(index, self.centroids.flatten(0, 1).float())  # (B, T, slots, n) fp32
         return to_heads(x.flatten(-2), self.width)
-
-    def pieces(self, codes, width):
-        codebooks = self.centroids.float().flatten(0, 1)  # (slots * m, n)
-        per_head = self.width // self.n
-        pieces = []
-        for i, code in pieces_of(codes.packed, self.code_bits, self.slots, per_head):
-            for slot, index in enumerate(code.unbind(-1), i):  # (B, 1, T)
-                x = codebooks[slot % len(self.centroids) * self.m + index]  # (B, 1, T, n)
-                pieces += x.split(math.gcd(self.n, width), dim=-1)
-        return by_heads(pieces, self.slots // per_head)
 
     def vectors(self, x):
         """The sub-vectors of each slot: x (B, Hkv, T, d) -> (slots, B * T, n) fp32."""

@@ -28,14 +28,13 @@ Paper and practice.
 - Q-Norm is on here at 2 bits (`q_norm="off"`). In the released code it is off, and crashes if it is on: it calls a
   function with an argument that it does not take.
 """
-import math
 from typing import Annotated
 
 import numpy as np
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.codecs.base import Codec, Codes, by_heads, known_bits, pack, pieces_of, to_heads, to_rows, unpack
+from tinykv.codecs.base import Codec, Codes, known_bits, pack, to_heads, to_rows, unpack
 from tinykv.kmeans import kmeans, nearest
 
 BINS = 1024
@@ -100,28 +99,6 @@ class NonUniform(Codec):
         if self.outliers:
             x.view(-1)[codes.places(self.channels)] = codes.values[0, 0].float()
         return to_heads(x, self.width)
-
-    def pieces(self, codes, width):
-        grid, levels = codes if self.axis == "token" else self, self.levels.float()
-        mid, half = grid.mid.float(), grid.half.float()  # (B, 1, T, 1) or (C), both
-        pieces = []
-        for i, code in pieces_of(codes.packed, self.bits, self.channels, math.gcd(width, self.width)):
-            own = ... if self.axis == "token" else slice(i, i + code.shape[-1])
-            level = levels[0] if len(levels) <= 16 else levels[code]
-            for j in range(1, len(levels) if len(levels) <= 16 else 0):  # selects are faster than a few lookups
-                level = torch.where(code == j, levels[j], level)  # (B, 1, T, w)
-            pieces.append(level * half[own] + mid[own])
-        return by_heads(pieces, self.channels // self.width)
-
-    def apart(self, codes):
-        if not self.outliers:
-            return None
-        plain = torch.cat([torch.cat(pieces, dim=-1) for pieces in self.pieces(codes, 0)], dim=1)  # (B, Hkv, n, d)
-        more = self.decode(codes) - plain  # (B, Hkv, n, d)
-        places = codes.places(self.channels)  # (outliers): in (B, n, C)
-        at = torch.arange(more.numel(), device=more.device).view(more.shape)  # (B, Hkv, n, d)
-        at = to_rows(at).flatten()[places]  # (outliers)
-        return at, more.flatten()[at]
 
     # The normalized range
 

@@ -33,7 +33,6 @@ class Rotated(Codec):
         self.codec, self.rotate, self.scaled = codec, rotate, scaled
         self.bits, self.tokens_per_group = codec.bits, codec.tokens_per_group
         self.H = hadamard(width) if rotate else torch.eye(width, dtype=torch.float64)  # (d, d)
-        self.rotation = self.H.float()  # (d, d)
 
     def encode(self, x, ignore=None):
         y = x.double() @ self.H.to(x.device)  # (B, Hkv, T, d)
@@ -53,12 +52,3 @@ class Rotated(Codec):
         if self.scaled:
             y *= codes.norm
         return (y @ self.H.to(y.device)).float()
-
-    def pieces(self, codes, width):
-        """Of y': for a product with x', a query is rotated instead, or the sum of values is."""
-        blocks = self.codec.pieces(codes, width)
-        if self.scaled:
-            tokens = blocks[0][0].shape[2:-1]  # (n), or (n/G, G)
-            norm = codes.norm.unflatten(2, tokens)  # (B, 1, n/G, G, 1)
-            blocks = [[piece * norm for piece in pieces] for pieces in blocks]
-        return blocks

@@ -1,16 +1,13 @@
-"""The weights of a checkpoint folder -> Llama, and a Llama with its tokenizer -> a folder."""
+"""The weights of a checkpoint folder -> Llama."""
 import re
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 from torch.overrides import TorchFunctionMode
 
 from tinykv import UserError, first_line
-from tinykv.hf.config import checkpoint_folder, config_fields, load_config
-from tinykv.hf.files import check_regular, read_json, write, write_json
-from tinykv.hf.tokenizer import SentencePieceTokenizer, opened
+from tinykv.hf.config import check_file, checkpoint_folder, load_config, read_json
 from tinykv.model import Llama
 
 # A folder -> the model
@@ -105,7 +102,7 @@ def read_tensors(folder):
         raise UserError(f"no weights in {folder}; it must hold model.safetensors, or its shards, as save_pretrained "
                         "writes them (of .bin files: load and save them with transformers)")
     for path in files:
-        check_regular(path)
+        check_file(path, 2 ** 50)
         try:
             file = safe_open(path, "pt")  # checks the header against the length of the file
         except (SafetensorError, OSError) as error:
@@ -115,34 +112,3 @@ def read_tensors(folder):
             for name in file.keys():
                 if not name.endswith("rotary_emb.inv_freq"):  # which old versions of transformers saved
                     yield name, file.get_tensor(name)
-
-
-# The model -> a folder
-
-def save(model, tokenizer_model, folder):
-    """Write a folder that `load` reads, and transformers' AutoModelForCausalLM.
-
-    tokenizer_model: the path of a sentencepiece model. Each file is written whole or not at all.
-    """
-    with torch.device("meta"), NoInit():
-        like = Llama(model.config)
-    same = parts_of(model) == parts_of(like) and torch.allclose(model.rope.freq.cpu(), like.rope.freq)
-    if not same:
-        raise UserError("the model is not what its config says: its weights are quantized, untied or parametrized, a "
-                        "module, RoPE or an eps was edited, or has a hook; the folder would be read as another model")
-    opened(SentencePieceTokenizer, tokenizer_model)
-    folder = Path(folder)
-    pieces = Path(tokenizer_model).read_bytes()  # before anything is written: it may come from the same folder
-    write(folder / "tokenizer.model", lambda path: path.write_bytes(pieces))
-    # a tied lm_head is not among the parameters
-    weights = {name: weight.detach().contiguous().cpu() for name, weight in model.named_parameters()}
-    write(folder / "model.safetensors", lambda path: path.write_bytes(to_bytes(weights, {"format": "pt"})))
-    write_json(folder / "config.json", config_fields(model.config, next(model.parameters()).dtype))
-
-
-def parts_of(model):
-    """What shows an edit: the names of its parameters; each module's class, attributes, numbers and hooks."""
-    parts = [{name: value if isinstance(value, int | float) else "hook" in name and bool(value)
-              for name, value in vars(part).items() if name not in ("training", "attention")}
-             for part in model.modules()]
-    return [*dict(model.named_parameters())], [type(part) for part in model.modules()], parts

@@ -1,17 +1,14 @@
-"""config.json of a Hugging Face checkpoint <-> LlamaConfig.
+"""config.json of a Hugging Face checkpoint -> LlamaConfig.
 
 A value that the model does not implement is an error that names it. A field that is absent has the value that
 transformers gives it.
 """
 import json
 import os
-import re
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
-from tinykv import UserError
-from tinykv.hf.files import read_json
-from tinykv.hf.hub import fetch_model
+from tinykv import UserError, first_line
 from tinykv.model import LlamaConfig
 
 #   model_type: (its class in transformers, values of absent fields, fields that it does not have)
@@ -48,19 +45,34 @@ class Unsupported(UserError):
     """Of a model that is not implemented here. Others read it: see `decoder.py`."""
 
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/model
-
-
 def checkpoint_folder(name):
-    """A folder's path, or a model's name on the hub, which is downloaded -> the folder as a Path."""
+    """A folder's path -> the folder as a Path."""
     if not isinstance(name, str | os.PathLike):
         raise UserError(f"the folder of a checkpoint is a path; got {name!r}")
     if os.path.isdir(name):  # unlike Path.is_dir, also for a name that no file can have
         return Path(name)
-    if HUB_NAME.fullmatch(str(name)) and not os.path.exists(name):
-        return fetch_model(str(name))
     raise UserError(f"{str(name)[:200]} is no folder; give the folder of a checkpoint in Hugging Face format (of a "
-                    ".gguf file: load and save it with transformers), or its name on the hub, owner/model")
+                    ".gguf file: load and save it with transformers); `--model` also takes a name on the hub, "
+                    "owner/model")
+
+
+def read_json(path):
+    """The object in a JSON file of the folder, as a dict."""
+    check_file(path)
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON ({first_line(error)}); download it again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object; download it again")
+    return content
+
+
+def check_file(path, largest=2 ** 30):
+    """UserError unless it is a file, as a pipe is not, which may never end; and of so many bytes at most."""
+    if not os.path.isfile(path) or os.path.getsize(path) > largest:
+        raise UserError(f"{path} is no file, or none of at most {largest:,} bytes; give a folder as save_pretrained "
+                        "writes it")
 
 
 # config.json -> LlamaConfig
@@ -151,16 +163,3 @@ def checked(given, name, kind, where):
 
 def refuse(name, value, where, instead, kind=UserError):
     raise kind(f"{where}: {name} is {json.dumps(value)[:80]}; {instead}")
-
-
-# LlamaConfig -> config.json
-
-def config_fields(config, dtype):
-    """LlamaConfig -> the content of config.json, as every version of transformers reads it."""
-    content = {name: value for name, value in asdict(config).items() if value is not None}
-    if config.model_type == "mistral":
-        content["sliding_window"] = config.sliding_window  # null is not the same as absent
-    content["hidden_act"] = "silu"
-    content["torch_dtype"] = str(dtype).removeprefix("torch.")
-    content["architectures"] = [ARCHITECTURES[config.model_type][0]]
-    return dict(sorted(content.items()))

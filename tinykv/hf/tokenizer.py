@@ -1,9 +1,6 @@
 """Text to token ids and back: sentencepiece (LLaMA 1 and 2, Mistral), and tokenizer.json (Llama 3, Qwen)."""
 from tinykv import UserError, first_line
-from tinykv.hf.config import checkpoint_folder
-from tinykv.hf.files import check_regular, read_json
-
-LARGEST = 10 ** 8  # bytes of a tokenizer
+from tinykv.hf.config import check_file, checkpoint_folder, read_json
 
 
 class Tokenizer:
@@ -110,7 +107,7 @@ def open_tokenizer(folder):
 
 def opened(kind, path):
     """The tokenizer of a file. UserError if it is none."""
-    check_regular(path, LARGEST)
+    check_file(path)
     try:
         return kind(path)
     except BaseException as error:  # of many kinds, a Rust library's panic among them

@@ -1,10 +1,10 @@
 """The cache whose decoding step torch compiles: `--attention compiled`.
 
 A step of decoding reads every cached token once. To decode the codes, write the numbers to memory and read them again
-for the products takes longer than to read 16 bits. `torch.compile` makes one loop of a codec's `pieces` and of the sums
-below: up to 16 neighbours of a row live in a register, as in kernels.py, but without a kernel by hand. It needs a C++
-compiler on a CPU, and Triton on a GPU. What is compiled is `scores` and `outputs`: sums over coded keys, and over coded
-values.
+for the products takes longer than to read 16 bits. `torch.compile` makes one loop of a codec's `pieces` (pieces.py) and
+of the sums below: up to 16 neighbours of a row live in a register, as in kernels.py, but without a kernel by hand. It
+needs a C++ compiler on a CPU, and Triton on a GPU. What is compiled is `scores` and `outputs`: sums over coded keys,
+and over coded values.
 """
 import math
 import warnings
@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
-from tinykv.codecs.base import Codec
+from tinykv.lab.pieces import SIMDLEN, apart, decoded, pieces, rotation
 from tinykv.methods.antkv import AnTKV, equation_5
 from tinykv.model import turned
 
@@ -31,31 +31,31 @@ SETTINGS["cpp.enable_floating_point_contract_flag"] = "fast"
 def scores(q, codec, codes, cos=None, sin=None):
     """Queries q (B, Hkv, R, d) times the n coded keys: (B, Hkv, R, n). cos, sin (n, d/2): RoPE's tables, if keys are
     stored before it. Sums, not `@`: a product of matrices would need the keys in memory."""
-    d, of_blocks = q.shape[-1], []
-    if codec.rotation is None or cos is None:
-        blocks = codec.pieces(codes, d // 2)
-        if codec.rotation is not None:
-            q = q @ codec.rotation.to(q)
+    d, of_blocks, turn = q.shape[-1], [], rotation(codec)
+    if turn is None or cos is None:
+        blocks = pieces(codec, codes, d // 2)
+        if turn is not None:
+            q = q @ turn.to(q)
     else:  # RoPE turns the keys themselves
-        blocks = Codec.pieces(codec, codes, d // 2)
+        blocks = decoded(codec, codes, d // 2)
     if cos is not None:
         # the angle of position i is that of the last multiple of TILE and that of the rest: two small tables
         i = torch.arange(len(cos), device=q.device)  # (n)
         cos_a, sin_a = cos[::TILE][i // TILE], sin[::TILE][i // TILE]  # (n, d/2) both
         cos_b, sin_b = cos[:TILE][i % TILE], sin[:TILE][i % TILE]  # (n, d/2) both
         cos, sin = cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b  # (n, d/2) both
-    for q_block, pieces in zip(q.chunk(len(blocks), dim=1), blocks):
-        *tokens, w = pieces[0].shape[2:]
+    for q_block, of_block in zip(q.chunk(len(blocks), dim=1), blocks):
+        *tokens, w = of_block[0].shape[2:]
         if cos is not None:
-            half = len(pieces) // 2
+            half = len(of_block) // 2
             angles = [x.view(*tokens, -1).split(w, dim=-1) for x in (cos, sin)]
-            turned = [(x * c - y * s, y * c + x * s) for x, y, c, s in zip(pieces[:half], pieces[half:], *angles)]
-            pieces = [x for x, _ in turned] + [y for _, y in turned]
+            turned = [(x * c - y * s, y * c + x * s) for x, y, c, s in zip(of_block[:half], of_block[half:], *angles)]
+            of_block = [x for x, _ in turned] + [y for _, y in turned]
         # a sum for each query head: one loop for all of them, which decodes a number once
         of_heads = []
         for of_head in q_block.unbind(2):  # (B, heads, d)
             of_head = of_head.view(*of_head.shape[:2], *[1] * len(tokens), d)  # (B, heads, 1, d)
-            terms = sum(x * y for x, y in zip(of_head.split(w, dim=-1), pieces))  # (B, heads, tokens, w)
+            terms = sum(x * y for x, y in zip(of_head.split(w, dim=-1), of_block))  # (B, heads, tokens, w)
             of_heads.append(terms.sum(-1))  # (B, heads, tokens)
         of_blocks.append(torch.stack(of_heads, dim=2).flatten(3))  # (B, heads, R, n)
     return torch.cat(of_blocks, dim=1)
@@ -63,18 +63,17 @@ def scores(q, codec, codes, cos=None, sin=None):
 
 def outputs(p, codec, codes):
     """Weights p (B, Hkv, R, n) times the n coded values: (B, Hkv, R, d)."""
-    blocks = codec.pieces(codes, 0)
-    of_blocks = []
-    for p_block, pieces in zip(p.chunk(len(blocks), dim=1), blocks):
-        tokens = pieces[0].shape[2:-1]
+    blocks, of_blocks, turn = pieces(codec, codes, 0), [], rotation(codec)
+    for p_block, of_block in zip(p.chunk(len(blocks), dim=1), blocks):
+        tokens = of_block[0].shape[2:-1]
         of_heads = []
         for of_head in p_block.unbind(2):  # (B, heads, n)
             of_head = of_head.view(*of_head.shape[:2], *tokens, 1)  # (B, heads, tokens, 1)
-            sums = [(of_head * x).flatten(2, -2).sum(2) for x in pieces]  # (B, heads, w) each
+            sums = [(of_head * x).flatten(2, -2).sum(2) for x in of_block]  # (B, heads, w) each
             of_heads.append(torch.cat(sums, dim=-1))  # (B, heads, d)
         of_blocks.append(torch.stack(of_heads, dim=2))
     out = torch.cat(of_blocks, dim=1)
-    return out if codec.rotation is None else out @ codec.rotation.to(out)
+    return out if turn is None else out @ turn.to(out)
 
 
 @cache
@@ -105,7 +104,7 @@ def run(function, x, rows, *tables):
         torch._dynamo.maybe_mark_dynamic(table, 0)
     if function is outputs:
         torch._dynamo.maybe_mark_dynamic(x, 3)
-    return compiled(function, rows.codec.simdlen)(x, rows.codec, codes, *tables)
+    return compiled(function, SIMDLEN.get(type(rows.codec)))(x, rows.codec, codes, *tables)
 
 
 def sparse(places, x, shape, n, kind, cos=None, sin=None):
@@ -198,11 +197,11 @@ class CompiledLayer(LayerCache):
         return out
 
     def matrix(self, rows, *tables):
-        """`Codec.apart` of the rows as a sparse matrix, made when tokens are quantized; None if nothing is apart."""
+        """`pieces.apart` of the rows as a sparse matrix, made when tokens are quantized; None if nothing is apart."""
         n, matrix = self.apart[rows.kind]
         if n != rows.n_coded:
-            apart = rows.codec.apart(rows.codes)
-            matrix = None if apart is None else sparse(*apart, rows.recent.shape, rows.n_coded, rows.kind, *tables)
+            found = apart(rows.codec, rows.codes)
+            matrix = None if found is None else sparse(*found, rows.recent.shape, rows.n_coded, rows.kind, *tables)
             self.apart[rows.kind] = rows.n_coded, matrix
         return matrix
 

@@ -22,9 +22,9 @@ from tinykv import UserError, first_line
 from tinykv.codecs.base import Codec
 from tinykv.hf.config import Unsupported, checkpoint_folder, parse_config
 from tinykv.hf.tokenizer import load_tokenizer
-from tinykv.identity import PROBED_AT, identity_of, probe
+from tinykv.lab.hf.hub import local_folder
 from tinykv.methods.base import Method
-from tinykv.model import Llama, LlamaConfig
+from tinykv.model import PROBED, PROBED_AT, Llama, LlamaConfig, known_by, probe
 
 NAME = "cache" if "cache" in signature(transformers.LlamaModel.forward).parameters else "past_key_values"  # until 5.23
 
@@ -69,21 +69,20 @@ def config_of(model):
 
 
 def identity(model):
-    """What `identity.identity` is of a model of transformers."""
-    keys, values, logits = computed(model)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight  # (vocab, D) both
-    return identity_of(torch.cat(keys), torch.cat(values), logits, embedding, head)
+    """What `Llama.identity` is of a model of transformers."""
+    return known_by(*computed(model), model.get_input_embeddings().weight)
 
 
 @torch.no_grad()
 def computed(model):
-    """What a model computes from the text of `identity.probe`: each layer's keys and values, (1, Hkv, T, d), and logits
-    (1, T, vocab). The text begins where `identity.identity` begins it, if that can be."""
+    """What a model computes from the text of `probe`: each layer's keys and values, (1, Hkv, T, d), and logits (1, T,
+    vocab). The keys are those of the positions that `Llama.identity` has, if that can be."""
     windows_of(model)  # or the model needs another cache
     cache, given = DynamicCache(), {}  # without a config, it cuts to no window
     tokens = probe(model.config.get_text_config(decoder=True).vocab_size).to(model.device)  # (1, T)
     with suppress(Unsupported):
-        given["position_ids"] = own_config(model) and PROBED_AT + torch.arange(4, device=model.device)[None]  # (1, T)
+        own_config(model)
+        given["position_ids"] = PROBED_AT + torch.arange(PROBED, device=model.device)[None]  # (1, T)
     logits = model(input_ids=tokens, use_cache=True, **{NAME: cache}, **given).logits
     return [layer.keys.cpu() for layer in cache.layers], [layer.values.cpu() for layer in cache.layers], logits
 
@@ -137,15 +136,13 @@ class Windowed(Codec):
     def encode(self, x, ignore=None):
         return Held(self.codec.encode(x, ignore), x.shape[2])
 
-    def decode_before(self, recent, held, n):
-        if held.gone < n:
-            recent = self.codec.decode_before(recent, held.codes, n - held.gone)  # (B, Hkv, n - gone + r, d)
-        return pad(recent, (0, 0, held.gone, 0))  # (B, Hkv, n + r, d)
+    def decode(self, held):
+        return pad(self.codec.decode(held.codes), (0, 0, held.gone, 0))  # (B, Hkv, n, d)
 
     def drop(self, held, begin):
         """Drop the codes of the tokens before `begin`, in whole groups."""
         G, n = self.tokens_per_group, held.n - held.gone  # tokens whose codes are there
-        cut = min(begin - held.gone, n) // G * G
+        cut = min(begin - held.gone, n - 1) // G * G  # the last stay
         sizes = {x.shape[2] for x in vars(held.codes).values()}
         if cut > 0 and sizes <= {n, -(-n // G)}:  # not where codes are sparse
             parts = {name: x[:, :, cut if x.shape[2] == n else cut // G:] for name, x in vars(held.codes).items()}
@@ -160,8 +157,7 @@ class Held:
         self.codes, self.n, self.gone = codes, n, gone
 
     def followed_by(self, other):
-        codes = other.codes if self.gone == self.n else self.codes.followed_by(other.codes)
-        return Held(codes, self.n + other.n, self.gone)
+        return Held(self.codes.followed_by(other.codes), self.n + other.n, self.gone)
 
     @property
     def nbytes(self):
@@ -350,7 +346,7 @@ def show(cache, i, module, inputs, output):
 
 def load(folder, device="cpu", dtype=torch.float32):
     """A checkpoint folder, or a name on the hub -> (Decoder, Tokenizer)."""
-    folder = checkpoint_folder(folder)
+    folder = checkpoint_folder(local_folder(folder))
     try:
         model = Decoder(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device))
     except UserError:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tinykv import UserError
-from tinykv.hf import files
+from tinykv.lab import files
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000",
            "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17806d")

@@ -2,7 +2,7 @@
 import json
 
 from tinykv import UserError
-from tinykv.hf.files import read_text
+from tinykv.lab.files import read_text
 from tinykv.lab.tables import load_tensors, save_tensors
 from tinykv.methods.intactkv import Prefix
 

@@ -9,8 +9,9 @@ import torch
 from tinykv import UserError, at_least, hf, one_of
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.hf.config import Unsupported
-from tinykv.hf.files import check_target
 from tinykv.lab.data import load_windows, share_text
+from tinykv.lab.files import check_target
+from tinykv.lab.hf.hub import local_folder
 from tinykv.lab.weights import QUANTIZERS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,8 +121,8 @@ def check_context(context, config, flag="context"):
 
 
 def set_up(args, longest, loaded=None):
-    """Add to a command's flags what its model and the machine decide: `config`, `tokenizer`, `dtype`, `context` and the
-    `devices` that the layers are on. Tokens go to the first of these, `device`.
+    """Add to a command's flags what its model and the machine decide: its `folder`, `config`, `tokenizer`, `dtype`,
+    `context` and the `devices` that the layers are on. Tokens go to the first of these, `device`.
 
     longest: tokens of a window, unless told otherwise, or as many as the model was made for. loaded: a (model,
     tokenizer) to use instead of --model.
@@ -132,6 +133,7 @@ def set_up(args, longest, loaded=None):
         args.devices = hf.usable_devices(args.device)
         # half-precision products are slow on a CPU
         args.dtype = DTYPES[args.dtype or ("fp32" if args.devices[0].type == "cpu" else "bf16")]
+        args.folder = local_folder(args.model)
         loaded = through_transformers(args)
     args.loaded = loaded
     if loaded:
@@ -142,8 +144,8 @@ def set_up(args, longest, loaded=None):
         args.config, weight = model.config, model.lm_head.weight
         args.devices, args.dtype = [weight.device], weight.dtype
     else:
-        args.config = hf.load_config(args.model)
-        args.tokenizer = hf.load_tokenizer(args.model, args.config)
+        args.config = hf.load_config(args.folder)
+        args.tokenizer = hf.load_tokenizer(args.folder, args.config)
     args.device = args.devices[0]
     args.context = args.context or min(args.config.positions, longest)
     check_context(args.context, args.config)
@@ -158,7 +160,7 @@ def through_transformers(args):
     if through == "tinykv":
         return None
     try:
-        hf.load_config(args.model)
+        hf.load_config(args.folder)
         if through is None:
             return None
     except Unsupported as error:
@@ -170,7 +172,7 @@ def through_transformers(args):
     for flag in filter(refused.get, refused):
         raise UserError(f"--{flag} is for models that tinykv runs, and this one runs through transformers ({why})")
     from tinykv.lab import decoder  # only now: it needs transformers
-    return decoder.load(args.model, args.devices[0], args.dtype)
+    return decoder.load(args.folder, args.devices[0], args.dtype)
 
 
 def quantizers_of(args):

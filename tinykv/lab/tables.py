@@ -1,15 +1,63 @@
-"""What calibration found, kept in a folder, each file under the name of what made it; and such files of tensors."""
+"""What calibration found: taken from a method and given back, and kept in a folder, each file under the name of what
+made it; and such files of tensors."""
 import hashlib
 import json
 import sys
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from tinykv import UserError, all_finite
-from tinykv.hf.files import check_regular, parse_json, write
-from tinykv.identity import same_model
+from tinykv.cache import made_with
+from tinykv.lab.files import check_regular, parse_json, write
+from tinykv.model import same_model
+
+# A method's tables: the attributes of the method in `found`, and those of its codecs in `tables`
+
+MADE_WITH = "made with"  # what tables hold beside themselves: a number for their names and shapes, and `made_with`
+
+
+def tables_of(method):
+    """What calibration found, for a file: {"3.k.scale": tensor, ...}, and MADE_WITH once it has ended."""
+    numbers = {name: getattr(method, name) for name in method.found if method.needs_text}
+    tables = {name: torch.tensor(number) for name, number in numbers.items() if number is not None}
+    for layer, kind, codec in method.each_codec():
+        tables |= {f"{layer}.{kind}.{name}": table.clone() for name, table in codec.calibrated().items()}
+    if tables and method.calibrated_on is not None:
+        shapes = sorted((name, tuple(table.shape)) for name, table in tables.items())
+        tables[MADE_WITH] = torch.tensor(zlib.crc32(repr([shapes, method.calibrated_on[1]]).encode()))
+    return tables
+
+
+def restore_tables(method, tables, model):
+    """Take what `tables_of` gave, instead of calibrating on this model. Names that are not declared are ignored.
+    UserError where a codec gets no table at all, or some are missing, of other shapes, or of other settings."""
+    method.calibrated_on = None  # until the last table is there
+    for name in set(method.found) & tables.keys():
+        setattr(method, name, tables[name].item())
+    for layer, kind, codec in method.each_codec():
+        own = {name: tables[f"{layer}.{kind}.{name}"] for name in codec.tables if f"{layer}.{kind}.{name}" in tables}
+        if codec.needs_text and not own:
+            what = "calibrate it" if codec.tables else f"name what `fit` sets in `tables` of {codec!r}"
+            raise UserError(f"{method!r} finds no table for {kind.upper()} of layer {layer}; {what}")
+        vars(codec).update(own)
+    method.calibrated_on = model.identity(), made_with(method), method.each_codec()
+    given, taken = (int(some.get(MADE_WITH, -1)) for some in (tables, tables_of(method)))
+    if given != taken:
+        method.calibrated_on = None
+        raise UserError(f"{method!r}: tables are missing, have other shapes, or were found with other settings; "
+                        "calibrate it, or give all that `tables_of` gives, names without a layer, too")
+
+
+def table_bytes(method):
+    """Bytes of the codecs' tables: found once, shared by all texts. A single number is no table."""
+    tables = [table for *_, codec in method.each_codec() for table in codec.calibrated().values()]
+    return sum(table.nbytes for table in tables if table.dim())
+
+
+# In a folder
 
 
 def hash_of(*parts):
@@ -42,8 +90,8 @@ class Tables:
     """What calibration found for a model, in a folder: a file for each set of tensors, named by what made it.
 
         kept = Tables("tables", model)
-        kept.put(hash_of(windows), method.calibrated())
-        method.restore(kept.get(hash_of(windows)), model)
+        kept.put(hash_of(windows), tables_of(method))
+        restore_tables(method, kept.get(hash_of(windows)), model)
 
     folder: None keeps nothing. Other models, and commands that run at the same time, may share it. What the model
     computed stands in each file: a hook, which no hash of weights sees, may have been added since.
@@ -67,7 +115,8 @@ class Tables:
         if path is None or not path.exists():
             return None
         tensors, notes = load_tensors(path, "tinykv-calibration", self.device)
-        as_kept = notes.get("name") == path.stem and same_model(tensors.pop("model").cpu(), self.identity)
+        computed = [tensors.pop(name).cpu() for name in known(self.identity) if name in tensors]
+        as_kept = notes.get("name") == path.stem and same_model(computed, self.identity)
         return tensors if as_kept else None
 
     def put(self, made_of, tensors):
@@ -77,9 +126,14 @@ class Tables:
         if path := self.path(made_of):
             try:
                 notes = {"format": "tinykv-calibration", "name": path.stem}
-                save_tensors(path, {**tensors, "model": self.identity}, notes)
+                save_tensors(path, {**tensors, **known(self.identity)}, notes)
             except UserError as error:  # such as a full disk: they are found, and only not kept
                 print(error, file=sys.stderr, flush=True)
+
+
+def known(identity):
+    """What a model is known by, with names for a file."""
+    return {f"model {i}": part for i, part in enumerate(identity)}
 
 
 # A file of tensors

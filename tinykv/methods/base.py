@@ -4,6 +4,7 @@
     Code   how is every other token quantized?
     When   how long does a fresh token stay in full precision, and how many are quantized at a time?
 """
+import copy
 from statistics import fmean
 from typing import Annotated
 
@@ -12,10 +13,9 @@ import torch
 from tinykv import UserError
 from tinykv.codecs.base import BLOCK, CALIBRATION_WINDOWS
 from tinykv.codecs.schemes import SCHEMES, make_codecs
-from tinykv.methods.calibrated import Calibrated
 
 
-class Method(Calibrated):
+class Method:
     """The interface between a method and the cache.
 
     A method holds its settings and what calibration found, but nothing of any text. What it remembers of a text lives
@@ -26,6 +26,8 @@ class Method(Calibrated):
     parent and so inherits the parent's settings. The attributes here only give types and help to settings of their
     names: such a setting is a constructor's argument that the constructor keeps, `self.recent = recent`.
     """
+    config = None  # of the model that it is made for
+
     # Settings that many methods have
     k_bits: Annotated[float, "bits per number in keys: 1, 1.5 (three levels), 2 to 8, 16"]
     v_bits: Annotated[float, "bits per number in values"]
@@ -44,7 +46,8 @@ class Method(Calibrated):
     codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/base.py)
     # Calibration
     needs_text = False  # True: calibration calls `fit`, before that of the codecs
-    found = ()  # attributes that `fit` sets, integers or None; they are saved with the codecs' tables
+    found = ()  # attributes that `fit` sets, integers or None; they are tables, as those of codecs are
+    calibrated_on = None  # when calibration had ended: the model's `identity`, `made_with` of the method, its codecs
     calibration_windows = CALIBRATION_WINDOWS  # how many it sees unless the user says otherwise
     # In tables
     name = None  # of the method; None: the name of its class
@@ -55,6 +58,8 @@ class Method(Calibrated):
         if not hasattr(config, "num_hidden_layers"):
             raise UserError(f"a method is made for a model's config, such as model.config; got {config!r}")
         self.config = config
+
+    __copy__ = copy.deepcopy  # or to calibrate one would change the tables of the other
 
     # Code
 
@@ -67,6 +72,10 @@ class Method(Calibrated):
     def v_bits(self):
         """The same for values."""
         return fmean(pair.v.bits for pair in self.codecs)
+
+    def each_codec(self):
+        """[(layer, "k" or "v", codec)]."""
+        return [(layer, kind, codec) for layer, pair in enumerate(self.codecs) for kind, codec in zip("kv", pair)]
 
     # When
 
@@ -108,6 +117,12 @@ class Method(Calibrated):
         return self.keep_keys(layer_cache, n)
 
     # Calibration
+
+    @property
+    def needs_calibration(self):
+        """Whether `calibrate.calibrate` has to run before the next text."""
+        learns = self.needs_text or any(codec.needs_text for _, _, codec in self.each_codec())
+        return learns and self.calibrated_on is None
 
     def fit(self, hidden):
         """Set the attributes in `found`. hidden yields the embedding, then each layer's output, of all calibration

@@ -14,7 +14,7 @@ bits. The paper's "4c8b" is d4m256 here. AnTKV has the same codebooks, so they a
 4. Quantize: a sub-vector's code is the index of the nearest centroid, of log2(m) bits. Decode: look the centroid up.
 
 Paper and practice. We found no released code. AnTKV reports that CQ quantizes keys before RoPE, and that each group of
-channels has its own codebook. Bits are quoted without the codebooks, which `offline_bytes` counts.
+channels has its own codebook. Bits are quoted without the codebooks, which count apart.
 """
 from tinykv.codecs.base import BLOCK
 from tinykv.methods.codebooks import CodebookMethod

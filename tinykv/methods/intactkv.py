@@ -33,7 +33,7 @@ import torch
 from tinykv import UserError, all_finite, one_of
 from tinykv.codecs.base import sixteen_bits
 from tinykv.methods.base import CodecMethod, first_tokens
-from tinykv.tracing import Trace
+from tinykv.model import Trace
 
 
 class IntactKV(CodecMethod):

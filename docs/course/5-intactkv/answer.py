@@ -12,7 +12,7 @@ that records one forward, of the tokens alone or behind a prefix:
 import torch
 
 from tinykv.methods.base import CodecMethod, first_tokens
-from tinykv.tracing import Trace
+from tinykv.model import Trace
 
 ASSIGNMENT = "intactkv"
 UPDATES = 0  # of the prefix's training, for question 3

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tinykv.cache import KVCache
+from tinykv.cache import KVCache, made_with
 from tinykv.model import Llama, LlamaConfig
 
 points = pytest.mark.points
@@ -168,7 +168,7 @@ def test_all(sub, rng, same):
     for pair in method.codecs:
         for codec in pair:
             codec.centroids = rng.normal(4, 4, 2) / 2
-    method.calibrated_on = model.identity(), method.stored_as(), method.each_codec()
+    method.calibrated_on = model.identity(), made_with(method), method.each_codec()
     for protocol, chunks in (("paper", 1), ("stream", 5)):
         cache = KVCache(model, method, protocol)
         for chunk in rng.of(range(24), 2, 30).chunk(chunks, dim=1):

@@ -10,12 +10,12 @@ import importlib
 from pathlib import Path
 
 from tinykv import UserError, hf
-from tinykv.hf import files
-from tinykv.lab import cli, plots, shared_flags
+from tinykv.lab import cli, files, plots, shared_flags
 from tinykv.lab.analysis.load import add_flags, load_model
 from tinykv.lab.analysis.sinks import THRESHOLD, find_sinks
 from tinykv.lab.analysis.walk import Text, print_table, rows_of
 from tinykv.lab.data import load_windows
+from tinykv.lab.hf.hub import local_folder
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
 
@@ -64,7 +64,7 @@ def load_text(args, names, model):
 def look(args):
     # 1. the model
     names = NAMES if "all" in args.what else tuple(dict.fromkeys(args.what))  # each once
-    check(args, names, hf.load_config(args.model))
+    check(args, names, hf.load_config(local_folder(args.model)))
     model, tokenizer = load_model(args, LONGEST), args.tokenizer
 
     # 2. the text and its sinks

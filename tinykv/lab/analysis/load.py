@@ -15,4 +15,4 @@ def load_model(args, longest):
     """The model. longest: see `shared_flags.set_up`, which this calls."""
     shared_flags.set_up(args, longest)
     print(f"model {args.model}, {args.dtype}, {args.device}")
-    return hf.load_model(args.model, args.devices, args.dtype)
+    return hf.load_model(args.folder, args.devices, args.dtype)

@@ -23,8 +23,7 @@ from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs.base import Codes, largest_code, pack
 from tinykv.evaluate import chunks_of
-from tinykv.hf import files
-from tinykv.lab import cli, shared_flags
+from tinykv.lab import cli, files, shared_flags
 from tinykv.lab.analysis.load import add_flags, load_model
 from tinykv.lab.analysis.sinks import attention_map, find_sinks, sink_scores
 from tinykv.lab.analysis.walk import walk

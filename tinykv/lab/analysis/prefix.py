@@ -8,7 +8,7 @@ from tinykv.lab import cli
 from tinykv.lab.analysis.walk import mean, recorded
 from tinykv.lab.weights import RTN, quantize
 from tinykv.methods.intactkv import exact_rows
-from tinykv.tracing import Trace
+from tinykv.model import Trace
 
 BITS = 3
 MOST = 3  # sinks that are looked at

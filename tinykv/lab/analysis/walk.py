@@ -22,7 +22,7 @@ import torch
 from tinykv import all_finite
 from tinykv.codecs.base import sixteen_bits
 from tinykv.lab import cli
-from tinykv.tracing import Trace
+from tinykv.model import Trace
 
 
 @dataclass

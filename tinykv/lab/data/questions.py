@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tinykv import UserError
-from tinykv.hf import files
+from tinykv.lab import files
 
 
 @dataclass

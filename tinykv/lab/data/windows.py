@@ -39,9 +39,9 @@ import torch
 from tqdm import tqdm
 
 from tinykv import UserError, at_least, did_you_mean, one_of
-from tinykv.hf.files import read_text
-from tinykv.hf.hub import HubFile, fetch_file
 from tinykv.lab.data.stories import FABLES, SPLITS, TALES, Story, stories
+from tinykv.lab.files import read_text
+from tinykv.lab.hf.hub import HubFile, fetch_file
 
 MOST = 10 ** 8  # tokens of all windows: stories never end
 

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 
 from tinykv import UserError, calibrate
+from tinykv.cache import check_model, made_with
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.lab import cli, shared_flags
-from tinykv.lab.tables import Tables, fingerprint, hash_of
+from tinykv.lab.tables import Tables, fingerprint, hash_of, restore_tables, tables_of
 from tinykv.lab.weights import quantize, restore
 
 FULL_PRECISION = "full precision"  # the label of weights that are not quantized
@@ -45,7 +46,7 @@ def calibrate_all(args, model, entries, test=None):
             if args.calibration and is_own(entry):
                 cli.note(f"{entry.title}: {args.calibration} keeps no tables of code, or of an instance, of your own")
             together[entry.weights, args.calib_windows or entry.method.calibration_windows].append(entry)
-        entry.method.check_model(models[entry.weights])
+        check_model(entry.method, models[entry.weights])
     for (weights, C), group in together.items():
         if weights not in kept:
             kept[weights] = Tables(args.calibration, models[weights])
@@ -72,7 +73,7 @@ def calibrate_group(group, model, text, draws, kept):
             if tables is None:
                 lacking.append(entry)
             else:
-                entry.methods[draw].restore(tables, model)
+                restore_tables(entry.methods[draw], tables, model)
         if lacking:
             calibrate_together(lacking, draw, model, windows, kept)
         group = [entry for entry in group if not entry.error]
@@ -85,7 +86,7 @@ def calibrate_together(entries, draw, model, windows, kept):
     with attempt(f"calibrating {titles}", *entries):
         calibrate.calibrate(model, methods, windows, partial(cli.bar, what=f"calibrating {titles}"), draw)
         for entry, method in zip(entries, methods):
-            kept.put(made_of(entry, windows, draw), method.calibrated())
+            kept.put(made_of(entry, windows, draw), tables_of(method))
     if len(entries) > 1 and entries[0].error:
         for entry, method in zip(entries, unseen):
             entry.methods[draw], entry.error = method, None
@@ -129,7 +130,7 @@ def made_of(entry, windows, draw):
     """A hash of all that a draw's tables depend on: windows, method, settings, weight quantizer, k-means' seed, and
     code. None for the user's own code, which is calibrated anew each time."""
     return None if is_own(entry) else hash_of(windows, draw, entry.name, entry.settings, entry.quantizer,
-                                              str(entry.method.stored_as()))
+                                              made_with(entry.method))
 
 
 def is_own(entry):

@@ -8,6 +8,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from tinykv import UserError, did_you_mean
+from tinykv.cache import check_method
 from tinykv.lab.prefixes import open_prefix
 from tinykv.lab.run.settings import constructor_arguments, is_made, load_class, names_of, settings_of
 from tinykv.lab.shared_flags import quantizers_of
@@ -102,7 +103,7 @@ def make_method(entry, asked, chosen, beside, config):
         if arguments.get(setting) not in (None, getattr(method, setting)):
             raise UserError(f"{entry.name} is given {setting}, and does not keep it; let its constructor set "
                             f"self.{setting}")
-    method.check()
+    check_method(method)
     entry.methods = [method]
     entry.beside = ", ".join(f"{setting}={value}" for setting, value in matched.items())
 

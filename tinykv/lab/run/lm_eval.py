@@ -42,7 +42,7 @@ class TinyKV(TemplateLM):
         *others, entry = args.entries.values()  # fp16 comes first
         if any((other.name, bool(other.weights)) == (entry.name, bool(entry.weights)) for other in others):
             raise UserError(f"model_args make several rows: {', '.join(args.entries)}; give one value of each setting")
-        model = args.loaded[0] if args.loaded else hf.load_model(args.model, args.devices, args.dtype)
+        model = args.loaded[0] if args.loaded else hf.load_model(args.folder, args.devices, args.dtype)
         models = calibrate_all(args, model, {entry.title: entry})
         if entry.error is not None:
             raise entry.error

@@ -15,11 +15,11 @@ import torch
 
 from tinykv import UserError, hf
 from tinykv.evaluate import sum_of
-from tinykv.hf import files
-from tinykv.lab import cli, plots
+from tinykv.lab import cli, files, plots
 from tinykv.lab.data.windows import VOCABULARIES
 from tinykv.lab.differences import delta_error, paired
 from tinykv.lab.run import comparisons
+from tinykv.lab.tables import table_bytes, tables_of
 from tinykv.lab.weights import weight_bytes
 
 # column: (width, key of a row, format)
@@ -79,7 +79,7 @@ class Table(list):
         """What the rows are measured with, the weights, what calibration found, when tokens are chosen; and the head of
         the rows, as wide as the longest name."""
         args, entries = self.args, self.args.entries.values()
-        if any(entry.method.calibrated() for entry in entries):
+        if any(tables_of(entry.method) for entry in entries):
             many = f"{args.draws} calibrations, each on text of its own: means; +- and t are over draws and windows"
             self.say("one calibration: +- and t are over windows" if args.draws == 1 else many)
         once = ", quantized once" if args.draws > 1 else ""
@@ -235,7 +235,7 @@ def row_of(entry, args):
         "prompt": args.prompt,  # tokens of it, or None
         "choose": choice_of(entry, args),
         "bits_nominal": (method.k_bits + method.v_bits) / 2,
-        "offline_bytes": method.offline_bytes,
+        "offline_bytes": table_bytes(method),
         "windows": args.windows,
         "fault": entry.error and f"failed: {cli.reason(entry.error)}",  # then nothing was measured
     }

@@ -15,20 +15,6 @@ LARGEST = 2 ** 30  # bytes of a text
 
 # Reading
 
-def read_json(path):
-    """The object in a JSON file, as a dict."""
-    if not path.exists():
-        raise UserError(f"no {path.name} in {path.parent}; give a folder as save_pretrained writes it")
-    check_regular(path, LARGEST)
-    try:
-        content = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not JSON ({first_line(error)}); download it again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object; download it again")
-    return content
-
-
 def parse_json(text):
     """What a text says as JSON, a dict, a list, or a word. ValueError where it says nothing."""
     try:

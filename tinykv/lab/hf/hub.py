@@ -4,6 +4,8 @@ huggingface_hub does the work. It resumes a download that was cut off, keeps fil
 HF_ENDPOINT (a mirror), HF_TOKEN (for models behind a licence) and HF_HUB_OFFLINE.
 """
 import hashlib
+import os
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +25,16 @@ class HubFile:
     name: str
     sha256: str
     revision: str = "main"
+
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/model
+
+
+def local_folder(name):
+    """A folder's path as it is; a model's name on the hub -> the folder that it is downloaded to."""
+    if HUB_NAME.fullmatch(str(name)) and not os.path.exists(name):
+        return fetch_model(str(name))
+    return name
 
 
 @cache
