@@ -127,7 +127,7 @@ LONG = {  # {flags of the windows: {row: pairs}}
                          f"ott {WIDE} --outlier-num 6", f"ott {WIDE} --outlier-num 32",
                          "oscar --bits 2 --formula offset", "ott --bits 2 --group-size 32 --recent 32",
                          *SERVED.values()], 3),
-        **dict.fromkeys(["skvq --bits 2", "kvquant --bits 2", CQ, ANTKV], 2)},
+        **dict.fromkeys(["oscar --bits 2", "skvq --bits 2", "kvquant --bits 2", CQ, ANTKV], 2)},
     "--context 2048": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}", "pfn --bits 3"], 3),
     "--context 8192": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 2),
     STREAM: dict.fromkeys([FIVE, MARKED], 2)}
