@@ -48,6 +48,8 @@ COMMANDS = [
     (eval_ppl, SMALL, [
         ("--choose always", "--choose", "--prompt"), ("--prompt 32", "--prompt 32", "shorter than a window, 32"),
         (f"--method intactkv --prefix {ROOT}/docs/prompt.txt --prompt 9 --context 64", "the prefix", "tokens"),
+        ("--method kivi --bits 4,4", "rtn bits=4; give each value once"),
+        ("--method kvsink --preserve 5 --threshold 0.5", "kvsink is given preserve", "leave out what excludes it"),
         ("--method kvsnik", "kvsnik", "did you mean kvsink?"), ("--metod rtn", "--metod", "did you mean --method?"),
         ("--contex=64", "--contex", "did you mean --context?"), ("--bits two --method rtn", "argument --bits"),
         (f"--method {ROOT}/eval_ppl.py", "eval_ppl.py:Class"),  # a file without its class
@@ -407,7 +409,7 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *((f"attention '{word}' reads the cache that computes it", lambda word=word, n=n: attending(word, n))
       for word, n in (("triton", 48), ("compiled", 1))),
     ("has no config; let its constructor call", lambda: edited(METHODS["rtn"](CONFIG), "config", None)),
-    ("is given recent, and does not keep it", lambda: eval_ppl.compare(wrong_methods.Forgets, recent=4)),
+    ("is given recent, and has another", lambda: eval_ppl.compare(wrong_methods.Forgets, recent=4)),
     ("codecs of their own", sharing), ("Affine has no `bits`", lambda: edited(METHODS["kivi"](CONFIG), "bits", None)),
     ("found with other settings", lambda:  # of another method
      restore_tables(METHODS["rtn"](CONFIG), tables_of(made("pfn", preserve=0)), MODEL)),

@@ -83,7 +83,7 @@ def reason(error):
         return f"not enough memory ({text}); use a smaller --batch, --context or model"
     if isinstance(error, ModuleNotFoundError):
         where = ", on Linux: Triton runs nowhere else" if error.name == "triton" else ""
-        return f"{text}; pip install -r requirements.txt{where}"
+        return f"{text}; install it, or what this project needs: pip install -r requirements.txt{where}"
     return f"{type(error).__name__}: {text}"
 
 

@@ -93,8 +93,8 @@ class MethodCache(Bridge):
         if given is None and "position_ids" in names:
             kwargs["position_ids"] = positions.clamp(min=0).to(tokens.device)
         elif given is not None and given.dim() == 2 and (given[:, -1:].cpu() != positions[:, -1:]).any():
-            raise UserError(f"position_ids end at {int(given[0, -1])}, and what the cache holds makes that "
-                            f"{int(positions[0, -1])}; leave them out, and `reset` the cache before another text")
+            raise UserError(f"position_ids end at {int(given[0, -1])}, and those of the cache go on to "
+                            f"{int(positions[0, -1])}; leave them out, and `reset` it before other texts")
         for name in {"input_ids", "position_ids", "cache_position"} & set(kwargs):  # the last in older releases
             kwargs[name] = None if kwargs[name] is None else kwargs[name][..., -len(columns):]
 

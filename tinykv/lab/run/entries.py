@@ -82,7 +82,8 @@ def build_entries(args, config, tokenizer, check=None):
                     left_out[entry.label] = error
                     continue
                 if entry.title in entries:
-                    raise UserError(f"two rows are called {entry.title}; give one of them another `name`")
+                    raise UserError(f"two rows are called {entry.title}; give each value once, and "
+                                    "each method another `name`")
                 entries[entry.title] = entry
     return entries, left_out
 
@@ -101,8 +102,8 @@ def make_method(entry, asked, chosen, beside, config):
         entry.settings = {**settings_of(cls), **arguments}
     for setting in ("preserve", "recent", "block", "choose"):
         if arguments.get(setting) not in (None, getattr(method, setting)):
-            raise UserError(f"{entry.name} is given {setting}, and does not keep it; let its constructor set "
-                            f"self.{setting}")
+            raise UserError(f"{entry.name} is given {setting}, and has another: leave out what excludes "
+                            f"it, or let its constructor set self.{setting}")
     check_method(method)
     entry.methods = [method]
     entry.beside = ", ".join(f"{setting}={value}" for setting, value in matched.items())
