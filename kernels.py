@@ -111,10 +111,10 @@ class Grid(NamedTuple):
 
 
 class Codebooks(NamedTuple):
-    """The centroids of each vector of a token, or of all."""
-    centroids: torch.Tensor  # (vectors of a token or 1, m, n)
+    """The centroids of each vector of a token."""
+    centroids: torch.Tensor  # (vectors of a token, m, n)
     n: tl.constexpr  # channels of a centroid
-    m: tl.constexpr  # centroids of a book; 0: one book for all
+    m: tl.constexpr  # centroids of a book
     side: tl.constexpr  # channels of a centroid that are neighbours in a tile, and so take one load
 
 

@@ -16,7 +16,8 @@ from tinykv.lab.data import load_windows
 from tinykv.lab.prefixes import FORMAT, open_prefix, save_prefix
 from tinykv.lab.run.calibration import fill_prefix, quantized_model, weights_label
 from tinykv.lab.tables import Tables, fingerprint, hash_of, load_tensors, save_tensors
-from tinykv.methods.intactkv import Prefix, block_loss, exact_rows
+from tinykv.methods.intactkv import Prefix, exact_rows
+from tinykv.model import Trace
 
 STATE = "tinykv-training"  # what the file of a run says that it is
 
@@ -127,6 +128,29 @@ def mean_loss(full, quantized, texts, exact, prefix_rows, batch):
         total += block_loss(full, quantized, part, exact, prefix_rows).item() * len(part)
     check_loss(total)
     return total / len(texts)
+
+
+def block_loss(full, quantized, tokens, exact, trained):
+    """Eq. 2 as a mean over tokens and channels: how far `quantized`'s blocks are from `full`'s.
+
+    tokens (B, T): a text after the prefix. exact, trained: the prefix's (keys, values), for `full` and for `quantized`,
+    (L, Hkv, n, d) each.
+    """
+    with torch.no_grad():
+        targets = block_outputs(full, tokens, *exact)
+    outputs = block_outputs(quantized, tokens, *trained)
+    loss = 0.0
+    for output, target in zip(outputs, targets):
+        error = output.float() - target.float()  # (B, T, D)
+        loss = loss + error.pow(2).mean()
+    return loss / 2
+
+
+def block_outputs(model, tokens, keys, values):
+    """The output of every block, (B, T, D) each, for tokens (B, T) after a prefix."""
+    trace = Trace(model, keys, values)
+    model(tokens, trace, logits=False)
+    return trace.hidden
 
 
 def check_loss(loss):

@@ -33,10 +33,10 @@ def windows(W=4, T=40, seed=0):
 def books(draw):
     """A codec with random centroids, and rows for it."""
     heads, n, slots, m = (draw(st.sampled_from(x)) for x in ((1, 2, 3), (1, 2, 4), (1, 2, 3), (2, 4, 8, 512)))
-    B, T, shared = draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.booleans())
+    B, T = draw(st.integers(1, 2)), draw(st.integers(1, 5))
     rng = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     codec = Codebook(n, m, heads, n * slots)
-    codec.centroids = torch.randn(1 if shared else heads * slots, m, n, generator=rng).half()
+    codec.centroids = torch.randn(heads * slots, m, n, generator=rng).half()
     return codec, torch.randn(B, heads, T, n * slots, generator=rng).half()
 
 
@@ -58,8 +58,8 @@ def test_the_papers_formats(bits, name):
 
 
 @lru_cache
-def calibrated(sensitivity="none", sharing="head", vq="d2m8"):
-    method = CQ(tiny().config, vq, sensitivity=sensitivity, sharing=sharing)
+def calibrated(sensitivity="none", vq="d2m8"):
+    method = CQ(tiny().config, vq, sensitivity=sensitivity)
     calibrate(tiny(), method, windows())
     return method
 
@@ -83,14 +83,13 @@ def weights_of(gradient, sensitivity):
     return norms ** 2 if sensitivity in ("fisher", "token-squared") else norms
 
 
-@pytest.mark.parametrize("sharing", ["head", "layer"])
-def test_books_are_fixed_points(sharing):
+def test_books_are_fixed_points():
     """Every centroid is about the mean of the sub-vectors that are nearest to it; all are counted, in 16 bits."""
-    method = calibrated(sharing=sharing)
+    method = calibrated()
     for (layer, kind), (vectors, _) in parts().items():
         books = getattr(method.codecs[layer], kind).centroids.float()
-        assert books.shape == (HKV * d // 2 if sharing == "head" else 1, 8, 2)
-        for points, book in zip(vectors if sharing == "head" else vectors.flatten(0, 1)[None], books):
+        assert books.shape == (HKV * d // 2, 8, 2)
+        for points, book in zip(vectors, books):
             near = (points[:, None] - book).pow(2).sum(-1).argmin(1)
             for c in range(8):
                 assert torch.allclose(points[near == c].mean(0), book[c], atol=0.1)
@@ -117,16 +116,14 @@ def test_kept_tokens_weigh_nothing():
 def test_too_few_vectors_are_refused():
     with pytest.raises(UserError, match="160 vectors"):
         calibrated(vq="d2m256")
-    calibrated(vq="d2m256", sharing="layer")  # 8 slots share one: 1,280
 
 
 # ---- how much weighted vectors are worth
 
-@pytest.mark.parametrize("sharing", ["head", "layer"])
 @pytest.mark.parametrize("sensitivity", ["fisher", "token", "fisher-root", "token-squared"])
-def test_effective_vectors_are_kish_s(sensitivity, sharing):
+def test_effective_vectors_are_kish_s(sensitivity):
     """(sum w)^2 / sum w^2 of the codebook that has the fewest, in plain lists."""
-    method, weights = calibrated(sensitivity, sharing), defaultdict(list)  # by (layer, kind, place)
+    method, weights = calibrated(sensitivity), defaultdict(list)  # by (layer, kind, place)
     for (layer, kind), (_, gradients) in parts().items():
         for gradient in gradients.split(40, dim=1):
             of_window = weights_of(gradient, sensitivity).tolist()
@@ -134,7 +131,7 @@ def test_effective_vectors_are_kish_s(sensitivity, sharing):
             every = sorted(itertools.chain(*of_window))
             limit = every[int(0.999 * (len(every) - 1))]
             for place, of_place in enumerate(of_window):
-                weights[layer, kind, place if sharing == "head" else 0] += [min(w, limit) for w in of_place]
+                weights[layer, kind, place] += [min(w, limit) for w in of_place]
     for layer, pair in enumerate(method.codecs):
         for kind in "kv":
             of_codec = [w for key, w in weights.items() if key[:2] == (layer, kind)]
@@ -170,15 +167,3 @@ def test_points_are_drawn_by_their_weights(N, n, seed):
         for i in range(N):
             assert abs(row.count(i) - n * w[i] / sum(w)) < 1.001
             assert w[i] or i not in row
-
-
-def test_slots_that_share_a_book_keep_their_weights_where_vectors_are_drawn():
-    """Half of slot 0 is 0 and half is 1, all of slot 1 is 4. Two centroids: a number of slot 0 weighs 1000 times one of
-    slot 1, so 0 and 1 are told apart, and the fours pull the 1 a little."""
-    N = 4 * codebook.DRAWN
-    zeros_and_ones, fours = torch.arange(N) // (N // 2), torch.full((N,), 4)
-    codec, rows = Codebook(1, 2, 1, 2, "fisher", "layer"), torch.stack([zeros_and_ones, fours], dim=-1)[None].float()
-    gradient = torch.tensor([1000 ** 0.5, 1.0]).expand(1, 1, N, 2)
-    codec.fit(rows[None], torch.zeros(1, 1, N, dtype=torch.bool), gradient)
-    pulled = (N / 2 * 1000 * 1 + N * 4) / (N / 2 * 1000 + N)
-    assert sorted(codec.centroids.flatten().tolist()) == pytest.approx([0, pulled], abs=1e-3)

@@ -52,19 +52,6 @@ class Result:
         return math.exp(mean(self.nll))
 
 
-def sum_of(results):
-    """The sum of the `Result`s of the draws of a calibration."""
-    if len(methods := {result.method for result in results}) != 1:
-        raise UserError(f"a sum is of Results of one method; these are of {', '.join(sorted(methods)) or 'none'}")
-    total = Result(method=methods.pop())
-    for result in results:
-        for name in ("nll", "nll_along", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets",
-                     "reads_codes", "seconds"):
-            setattr(total, name, getattr(total, name) + getattr(result, name))
-        total.cache_bytes = max(total.cache_bytes, result.cache_bytes)
-    return total
-
-
 # Measuring
 
 @torch.no_grad()

@@ -110,7 +110,6 @@ def random_codec(rng):
     """A codec of any kind, of random settings -> it, heads, width and tokens; odd lengths, too."""
     heads, width = rng.choice([1, 2, 3, 5]), rng.choice([16, 32, 64])
     bits, group = rng.choice([1, 1.5, 2, 3, 4, 5, 6, 7, 8]), rng.choice([8, 16])
-    shared = rng.choice(["head", "layer"])
     codec = rng.choice([
         lambda: Exact(),
         lambda: Affine(bits, width, "token", group, rng.choice(FORMULAS), rng.random() < 0.5),
@@ -118,7 +117,7 @@ def random_codec(rng):
         lambda: Rotated(Affine(bits, width, "channel", group), width, scaled=True),
         lambda: ClippedGroups(bits, heads, width, group, alpha=0.9, sensitivity="none"),
         lambda: NonUniform(int(bits), heads, width, rng.choice(["channel", "token"]), rng.choice([0, 0.1]), "none"),
-        lambda: Codebook(rng.choice([2, 4, 8]), rng.choice([4, 16]), heads, width, "none", shared),
+        lambda: Codebook(rng.choice([2, 4, 8]), rng.choice([4, 16]), heads, width, "none"),
     ])()
     return codec, heads, width, rng.randint(1, 71)
 

@@ -36,7 +36,7 @@ from tinykv.lab.weights.awq import AWQ
 from tinykv.lab.weights.omniquant import OmniQuant
 from tinykv.lab.weights.rtn import RTN as RTNWeights
 from tinykv.methods.fp16 import FP16
-from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
+from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.model import Llama, LlamaConfig, Trace
 
 ROOT = Path(__file__).parents[2]
@@ -228,12 +228,12 @@ def test_the_loss_is_the_mean_of_what_blocks_are_off_by(sharing, n):
     """With each model's own rows both are as if they had read the whole text in one forward."""
     model, coded, tokens = double(sharing, n)
     exact, rows = own_rows(model, IDS[:n]), own_rows(coded, IDS[:n])
-    found = block_loss(model, coded, tokens[:, n:], exact, rows).item()
+    found = train_intact.block_loss(model, coded, tokens[:, n:], exact, rows).item()
     whole = [traced(of, tokens).hidden for of in (model, coded)]
     errors = [(a[:, n:] - b[:, n:]).square().mean().item() for a, b in zip(*whole)]
     assert len(errors) == 2 and found == pytest.approx(sum(errors) / 2, rel=1e-5)
-    assert block_loss(model, model, tokens[:, n:], exact, exact).item() == 0
-    assert block_loss(model, coded, tokens[:, n:], exact, exact).item() != pytest.approx(found, rel=1e-3)
+    assert train_intact.block_loss(model, model, tokens[:, n:], exact, exact).item() == 0
+    assert train_intact.block_loss(model, coded, tokens[:, n:], exact, exact).item() != pytest.approx(found, rel=1e-3)
 
 
 @pytest.mark.parametrize("sharing, n", [(1, 1), (2, 4)])
@@ -243,7 +243,7 @@ def test_the_gradient_of_the_loss_by_finite_differences(sharing, n):
     exact = own_rows(model, IDS[:n])
 
     def loss(*rows):
-        return block_loss(model, coded, tokens[:, n:], exact, rows)
+        return train_intact.block_loss(model, coded, tokens[:, n:], exact, rows)
     torch.manual_seed(0)
     assert torch.autograd.gradcheck(loss, [x.clone().requires_grad_() for x in exact], eps=3e-3, atol=0, rtol=2e-2,
                                     fast_mode=True)
@@ -331,7 +331,7 @@ def test_an_update_is_a_step_of_adam_on_the_mean_loss_of_the_texts_that_come_nex
     assert sorted(order[:5]) == sorted(order[5:10]) == list(range(5)) and order[:5] != order[5:10]
     for step in range(1, 5):
         rows = x.float().requires_grad_()
-        losses = [block_loss(full, quantized, tokens[i:i + 1], exact, rows)
+        losses = [train_intact.block_loss(full, quantized, tokens[i:i + 1], exact, rows)
                   for i in order[3 * (step - 1):3 * step]]
         g, = torch.autograd.grad(sum(losses) / 3, rows)
         norms.append(g.norm().item())

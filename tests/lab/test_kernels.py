@@ -46,9 +46,9 @@ def affine(heads, width, bits, axis="token", group=None, formula="offset", stati
     return codec
 
 
-def book(heads, width, n, m, shared):
+def book(heads, width, n, m):
     codec = Codebook(n, m, heads, width)
-    codec.centroids = torch.randn(1 if shared else codec.slots, m, n).half()
+    codec.centroids = torch.randn(codec.slots, m, n).half()
     return codec
 
 
@@ -66,8 +66,8 @@ CODECS = {  # {name: a function of heads and width}
     "4 bits integer zero": partial(affine, bits=4, formula="integer-zero"),
     "2 bits integer zero per channel": partial(affine, bits=2, axis="channel", group=32, formula="integer-zero"),
     "3 bits integer zero static": partial(STATIC, bits=3, axis="channel", formula="integer-zero"),
-    **{f"d{n}m{m}{' shared' * s}": partial(book, n=n, m=m, shared=s) for n, m, s in
-       ((1, 16, False), (2, 256, False), (4, 256, True), (32, 4096, True), (8, 512, False), (16, 2048, False))},
+    **{f"d{n}m{m}": partial(book, n=n, m=m) for n, m in
+       ((1, 16), (2, 256), (4, 256), (32, 4096), (8, 512), (16, 2048))},
 }
 
 

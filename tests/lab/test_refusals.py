@@ -24,12 +24,13 @@ from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import pack
-from tinykv.evaluate import measure, sum_of
+from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
 from tinykv.lab.analysis import __main__ as analysis
 from tinykv.lab.analysis import page
 from tinykv.lab.data import Windows, load_windows
 from tinykv.lab.hf.save import save
+from tinykv.lab.run.table import sum_of
 from tinykv.lab.tables import MADE_WITH, restore_tables, tables_of
 from tinykv.lab.weights import QUANTIZERS, quantize
 from tinykv.methods.base import CodecMethod
@@ -153,7 +154,7 @@ METHODS_REFUSE = {
            *((f"a vector format is dNmM.*{vq}", {"vq": vq})
              for vq in ("d3m16", "d32m16", "d2m12", "d2m1", "d2m8192", "m16d2", "d0m16")),
            ("bits", {"bits": 3}), ("vq", {"vq": "d2m16", "bits": 2})],
-    "antkv": [("sharing is one of", {"sharing": "own"}), ("recent of AnTKV", {"recent": -1}),
+    "antkv": [("recent of AnTKV", {"recent": -1}),
               *(("anchors", {"anchors": n}) for n in ("-1", "-1%", "101%", "many", "1.5", "%", "1/0%"))],
     "intactkv": [("scheme is one of", {"scheme": "token-static"})]}
 

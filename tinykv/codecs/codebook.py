@@ -19,8 +19,7 @@ decide the codebooks alone. Gradients are uneven all the same: N weighted sub-ve
 So weighted codebooks are calibrated on more text, and the table prints the effective number, with a warning where it is
 below FEWEST for each centroid (`CodebookMethod`).
 
-`sharing` says which sub-vectors share a codebook: "head", those of one slot in one KV head (of K or V of a layer);
-"layer", all of a layer's K, or of its V. Codebooks per head lose less. Together they take 2 C m numbers a layer,
+Each slot of each KV head, of K or V of a layer, has a codebook of its own. Together they take 2 C m numbers a layer,
 whatever n, where C = Hkv * d: as much as m tokens of 16 bits.
 """
 import re
@@ -46,24 +45,23 @@ class Codebook(Codec):
     All KV heads of a token form one packed row of codes, one for each of slots = Hkv * d/n sub-vectors. heads, width:
     Hkv, d.
     """
-    # centroids (slots, m, n) in 16 bits; (1, m, n) if shared by the layer. The others: two numbers, see `check`
+    # centroids (slots, m, n) in 16 bits. The others: two numbers, see `check`
     tables = ("centroids", "samples", "effective")
     needs_text = True
 
-    def __init__(self, n, m, heads, width, sensitivity="fisher", sharing="head"):
+    def __init__(self, n, m, heads, width, sensitivity="fisher"):
         self.n, self.m, self.width, self.slots = n, m, width, heads * width // n
         self.code_bits = m.bit_length() - 1  # of the index of a centroid
         self.bits = self.code_bits / n
         self.name = f"d{n}m{m}"
-        self.sensitivity, self.sharing = sensitivity, sharing
+        self.sensitivity = sensitivity
         self.needs_gradient = sensitivity != "none"
         self.centroids = self.samples = self.effective = None
 
     def encode(self, x, ignore=None):
         # the nearest centroid of each slot's codebook
         vectors = self.vectors(x)  # (slots, B * T, n)
-        codebooks = self.centroids.float().expand(self.slots, -1, -1)  # (slots, m, n)
-        codes = nearest(vectors, codebooks)  # (slots, B * T)
+        codes = nearest(vectors, self.centroids.float())  # (slots, B * T)
         # all slots of a token are one row
         codes = codes.T.unflatten(0, (len(x), -1))  # (B, T, slots)
         packed = pack(codes, self.code_bits)  # (B, T, bytes)
@@ -74,8 +72,7 @@ class Codebook(Codec):
         code = unpack(codes.packed[:, 0], self.code_bits, self.slots)  # (B, T, slots)
         # look each code up in its slot's codebook
         slot = torch.arange(self.slots, dtype=torch.int32, device=code.device)  # (slots)
-        codebook = slot % len(self.centroids)  # (slots): each slot's own, or the only one
-        index = codebook * self.m + code  # (B, T, slots) int32: among the centroids of all codebooks
+        index = slot * self.m + code  # (B, T, slots) int32: among the centroids of all codebooks
         x = torch.nn.functional.embedding(index, self.centroids.flatten(0, 1).float())  # (B, T, slots, n) fp32
         return to_heads(x.flatten(-2), self.width)
 
@@ -96,20 +93,17 @@ class Codebook(Codec):
         weights = [self.weigh(x, is_kept, None if gradient is None else gradient[w])[:, some]
                    for w, (x, is_kept) in enumerate(zip(rows, kept))]  # (slots, tokens) each
         weights = torch.cat(weights, dim=1)  # (slots, N)
-        self.check(weights if self.sharing == "head" else weights.flatten()[None])
+        self.check(weights)
         # more of them than k-means needs are drawn from by their weights
         if points.shape[1] > DRAWN * self.m:
             points, weights = drawn(points, weights, DRAWN * self.m)
-        if self.sharing == "layer":
-            points = points.flatten(0, 1)[None]  # (1, slots * N, n)
-            weights = weights.flatten()[None]  # (1, slots * N)
         # find the centroids
-        centroids = kmeans(points, self.m, weights, seed=seed, tolerance=1e-3)  # (slots or 1, m, n)
+        centroids = kmeans(points, self.m, weights, seed=seed, tolerance=1e-3)  # (slots, m, n)
         self.centroids = centroids.to(rows.dtype)
 
     def check(self, weights):
         """Find the sub-vectors of the codebook that has the fewest, and how many of equal weight they are worth, of
-        weights (slots or 1, N). UserError if they are too few."""
+        weights (slots, N). UserError if they are too few."""
         self.samples = (weights > 0).sum(1).min()
         if self.samples < self.m:
             raise UserError(f"{self.name}: {self.m} centroids cannot be learned from {self.samples} vectors; use more "
@@ -156,19 +150,17 @@ def drawn(points, weights, n):
 
 def make_codebooks(config, vq: Annotated[str | None, "dNmM: N channels share one of M centroids"] = None, bits=None,
                    sensitivity: Annotated[str, "weights of the fit: token, token-squared, fisher, fisher-root, "
-                                               "fisher-range, none"] = "fisher",
-                   sharing: Annotated[str, "codebooks for each head and slot, or for a layer: head or layer"] = "head"):
+                                               "fisher-range, none"] = "fisher"):
     """[Pair] of all layers.
 
     The format is given by its name (vq), or by one of the bits in FORMATS; the default is d8m256.
     """
     one_of(SENSITIVITIES, sensitivity=sensitivity)
-    one_of(("head", "layer"), sharing=sharing)
     if bits is not None and (vq is not None or bits not in FORMATS):
         raise UserError(f"give the format (vq), such as d4m1024, or one of the bits {', '.join(map(str, FORMATS))}; "
                         f"got bits {bits} and vq {vq}")
     heads, width = config.num_key_value_heads, config.head_dim
-    settings = *parse_format(vq or FORMATS[bits or 1], width), heads, width, sensitivity, sharing
+    settings = *parse_format(vq or FORMATS[bits or 1], width), heads, width, sensitivity
     return [Pair(Codebook(*settings), Codebook(*settings)) for _ in range(config.num_hidden_layers)]
 
 

@@ -10,6 +10,9 @@
     skvq              regrouped channels and clipped ranges (`clipped.py`), K and V per token
     oscar             as channel-dynamic, rotated, and with keys of one length (`rotated.py`)
 
+To add a codec, write a file with a class of `encode` and `decode` (`base.py`) and a function that makes it, and add its
+line to SCHEMES: `--scheme NAME` then gives it to any method.
+
 Any method whose own idea is which tokens to keep can stand on any of these pairs. The first four round to integers
 (`affine.py`). Without a group size, a group is one head of a token, or 128 tokens of a channel. The papers use 128 for
 both, which is one head of a LLaMA; here a group of channels is never longer than a head.
@@ -18,7 +21,6 @@ Paper and practice. Keys are quantized after RoPE per token and per dynamic chan
 spans few turns), and before RoPE per static channel. KVQuant found each the better of the two: RoPE mixes a pair of
 channels over the positions, and so widens a channel's range. KVSink does not say what it did.
 """
-import inspect
 from functools import partial
 from typing import Annotated
 
@@ -83,23 +85,3 @@ def make_codecs(config, scheme, k_bits, v_bits, centre="off", **settings):
         made.scheme = scheme
         return Exact() if bits == 16 else made
     return [Pair(k=codec("k", k_bits), v=codec("v", v_bits)) for _ in range(config.num_hidden_layers)]
-
-
-def settings_of_scheme(name):
-    """A scheme's settings, {name: default}. UserError for a scheme that is not there."""
-    one_of(SCHEMES, scheme=name)
-    return settings_of_maker(SCHEMES[name][0])
-
-
-def settings_of_codecs():
-    """The settings that any scheme has, {name: None}: None stands for the scheme's own default."""
-    for name, scheme in SCHEMES.items():  # a file of one's own may have added one
-        if not (isinstance(scheme, tuple) and callable(scheme[0]) and scheme[1:] in (("pre",), ("post",))):
-            raise UserError(f'SCHEMES["{name}"] must be a function and "pre" or "post"; got {scheme!r}')
-    return dict.fromkeys(setting for make, _ in SCHEMES.values() for setting in settings_of_maker(make))
-
-
-def settings_of_maker(make_codec):
-    """The arguments of what makes a codec after config, kind and bits, {name: default}."""
-    arguments = list(inspect.signature(make_codec).parameters.values())[3:]
-    return {argument.name: argument.default for argument in arguments}

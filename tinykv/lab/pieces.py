@@ -69,7 +69,7 @@ def codebook(codec, codes, width):
     of_all = []
     for i, code in pieces_of(codes.packed, codec.code_bits, codec.slots, per_head):
         for slot, index in enumerate(code.unbind(-1), i):  # (B, 1, T)
-            x = codebooks[slot % len(codec.centroids) * codec.m + index]  # (B, 1, T, n)
+            x = codebooks[slot * codec.m + index]  # (B, 1, T, n)
             of_all += x.split(math.gcd(codec.n, width), dim=-1)
     return by_heads(of_all, codec.slots // per_head)
 

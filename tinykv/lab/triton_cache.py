@@ -154,7 +154,7 @@ def affine_rows(codec, codes, kind, halves):
 
 def codebook_rows(codec, codes, kind, halves):
     of_row, centroids = sections(codec.slots, codec.code_bits), codec.centroids.contiguous()
-    books = made(Codebooks, centroids=centroids, n=codec.n, m=0 if len(centroids) == 1 else codec.m,
+    books = made(Codebooks, centroids=centroids, n=codec.n, m=codec.m,
                  side=math.gcd(codec.n, codec.width // halves))
     return made_rows(uncut(codes.packed, codec.width, halves), codec.width, of_row, books=books)
 

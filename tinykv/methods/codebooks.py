@@ -7,9 +7,9 @@ from tinykv.methods.base import Method
 class CodebookMethod(Method):
     """A method on codebooks. Its own idea is what to keep and when to quantize. Settings as of `make_codebooks`."""
 
-    def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head"):
+    def __init__(self, config, vq=None, bits=None, sensitivity="fisher"):
         super().__init__(config)
-        self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
+        self.codecs = make_codebooks(config, vq, bits, sensitivity)
         codec = self.codecs[0].k
         self.scheme = codec.name
         # weights need four times as much text; but 4,096 centroids would take minutes
@@ -19,7 +19,7 @@ class CodebookMethod(Method):
     def describe(self):
         """The format, and what the codebook that has the fewest vectors was calibrated on."""
         codecs = [codec for *_, codec in self.each_codec()]
-        line = f"{codecs[0].name}, codebooks of a {codecs[0].sharing}"
+        line = f"{codecs[0].name}, codebooks of a head"
         if self.calibrated_on is not None:
             least, samples = min(codecs, key=lambda codec: codec.effective), min(codec.samples for codec in codecs)
             line += f", each calibrated on {samples:,.0f} vectors"

@@ -118,28 +118,3 @@ class SixteenBits(Trace):
     def update(self, layer, q, k, v, seen):
         k, v = super().update(layer, q, sixteen_bits(k), sixteen_bits(v), seen)
         return k.to(q.dtype), v.to(q.dtype)
-
-
-# The loss that trains it
-
-def block_loss(full, quantized, tokens, exact, trained):
-    """Eq. 2 as a mean over tokens and channels: how far `quantized`'s blocks are from `full`'s.
-
-    tokens (B, T): a text after the prefix. exact, trained: the prefix's (keys, values), for `full` and for `quantized`,
-    (L, Hkv, n, d) each.
-    """
-    with torch.no_grad():
-        targets = block_outputs(full, tokens, *exact)
-    outputs = block_outputs(quantized, tokens, *trained)
-    loss = 0.0
-    for output, target in zip(outputs, targets):
-        error = output.float() - target.float()  # (B, T, D)
-        loss = loss + error.pow(2).mean()
-    return loss / 2
-
-
-def block_outputs(model, tokens, keys, values):
-    """The output of every block, (B, T, D) each, for tokens (B, T) after a prefix."""
-    trace = Trace(model, keys, values)
-    model(tokens, trace, logits=False)
-    return trace.hidden

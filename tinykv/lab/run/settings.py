@@ -14,9 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, get_args, get_origin
 
-from tinykv import UserError, did_you_mean
+from tinykv import UserError, did_you_mean, one_of
 from tinykv.codecs.codebook import make_codebooks
-from tinykv.codecs.schemes import SCHEMES, settings_of_codecs, settings_of_scheme
+from tinykv.codecs.schemes import SCHEMES
 from tinykv.lab import shared_flags
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
@@ -43,6 +43,26 @@ def settings_of(cls, scheme=None):
             inherited = settings_of(cls.__base__, scheme)
         settings = {**settings, **inherited, **settings}  # its own defaults go before
     return settings
+
+
+def settings_of_scheme(name):
+    """A scheme's settings, {name: default}. UserError for a scheme that is not there."""
+    one_of(SCHEMES, scheme=name)
+    return settings_of_maker(SCHEMES[name][0])
+
+
+def settings_of_codecs():
+    """The settings that any scheme has, {name: None}: None stands for the scheme's own default."""
+    for name, scheme in SCHEMES.items():  # a file of one's own may have added one
+        if not (isinstance(scheme, tuple) and callable(scheme[0]) and scheme[1:] in (("pre",), ("post",))):
+            raise UserError(f'SCHEMES["{name}"] must be a function and "pre" or "post"; got {scheme!r}')
+    return dict.fromkeys(setting for make, _ in SCHEMES.values() for setting in settings_of_maker(make))
+
+
+def settings_of_maker(make_codec):
+    """The arguments of what makes a codec after config, kind and bits, {name: default}."""
+    arguments = list(inspect.signature(make_codec).parameters.values())[3:]
+    return {argument.name: argument.default for argument in arguments}
 
 
 def annotations_of(classes):

@@ -14,7 +14,7 @@ from statistics import fmean as mean
 import torch
 
 from tinykv import UserError, hf
-from tinykv.evaluate import sum_of
+from tinykv.evaluate import Result
 from tinykv.lab import cli, files, plots
 from tinykv.lab.data.windows import VOCABULARIES
 from tinykv.lab.differences import delta_error, paired
@@ -246,6 +246,19 @@ def row_of(entry, args):
         return {**row, **dict.fromkeys(figures_of(exact, exact))}
     figures = figures_of(results, exact)
     return {**row, **figures, "preserve": row["preserve"] or figures["kept"]}  # of one's own, what the cache keeps
+
+
+def sum_of(results):
+    """The sum of the `Result`s of the draws of a calibration."""
+    if len(methods := {result.method for result in results}) != 1:
+        raise UserError(f"a sum is of Results of one method; these are of {', '.join(sorted(methods)) or 'none'}")
+    total = Result(method=methods.pop())
+    for result in results:
+        for name in ("nll", "nll_along", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets",
+                     "reads_codes", "seconds"):
+            setattr(total, name, getattr(total, name) + getattr(result, name))
+        total.cache_bytes = max(total.cache_bytes, result.cache_bytes)
+    return total
 
 
 def figures_of(results, exact):
