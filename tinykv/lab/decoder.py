@@ -134,15 +134,16 @@ class Windowed(Codec):
         self.bits, self.tokens_per_group = codec.bits, codec.tokens_per_group
 
     def encode(self, x, ignore=None):
-        return Held(self.codec.encode(x, ignore), x.shape[2])
+        return Held(self.codec.encode(x, ignore), x.shape[2], x[:, :, :0].clone())
 
     def decode(self, held):
-        return pad(self.codec.decode(held.codes), (0, 0, held.gone, 0))  # (B, Hkv, n, d)
+        rows = held.none if held.gone == held.n else self.codec.decode(held.codes)  # (B, Hkv, n - gone, d)
+        return pad(rows, (0, 0, held.gone, 0))  # (B, Hkv, n, d)
 
     def drop(self, held, begin):
         """Drop the codes of the tokens before `begin`, in whole groups."""
         G, n = self.tokens_per_group, held.n - held.gone  # tokens whose codes are there
-        cut = min(begin - held.gone, n - 1) // G * G  # the last stay
+        cut = min(begin - held.gone, n) // G * G
         sizes = {x.shape[2] for x in vars(held.codes).values()}
         if cut > 0 and sizes <= {n, -(-n // G)}:  # not where codes are sparse
             parts = {name: x[:, :, cut if x.shape[2] == n else cut // G:] for name, x in vars(held.codes).items()}
@@ -151,13 +152,14 @@ class Windowed(Codec):
 
 
 class Held:
-    """Codes of n tokens, without those of the first `gone`."""
+    """Codes of n tokens, without those of the first `gone`. none (B, Hkv, 0, d): rows of no token."""
 
-    def __init__(self, codes, n, gone=0):
-        self.codes, self.n, self.gone = codes, n, gone
+    def __init__(self, codes, n, none, gone=0):
+        self.codes, self.n, self.none, self.gone = codes, n, none, gone
 
     def followed_by(self, other):
-        return Held(self.codes.followed_by(other.codes), self.n + other.n, self.gone)
+        codes = other.codes if self.gone == self.n else self.codes.followed_by(other.codes)
+        return Held(codes, self.n + other.n, self.none, self.gone)
 
     @property
     def nbytes(self):
