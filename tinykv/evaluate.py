@@ -107,7 +107,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         add_predictions(result, model, hidden, exact, tokens, answers, windows.start)
         if bar is not None:
             bar.update(len(tokens))
-    if any(codec.bits < 16 for *_, codec in method.each_codec()):
+    if any(codec.bits < 16 for *_, codec in method.each_codec()) or min(result.bits) < 16:  # said, or held
         result.exact = []  # what is quantized is nobody's fp16
         if fp16 is None:
             result.kl, result.agree = [], None
