@@ -267,7 +267,7 @@ def restored(edit):
     """What `edit` makes of a calibrated method's tables."""
     tables = tables_of(made("rtn"))
     edit(tables)
-    restore_tables(METHODS["rtn"](CONFIG), tables, MODEL)
+    restore_tables(made("rtn"), tables, MODEL)
 
 
 def attending(word, n):

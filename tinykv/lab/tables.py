@@ -42,7 +42,7 @@ def restore_tables(method, tables, model):
         if codec.needs_text and not own:
             what = "calibrate it" if codec.tables else f"name what `fit` sets in `tables` of {codec!r}"
             raise UserError(f"{method!r} finds no table for {kind.upper()} of layer {layer}; {what}")
-        vars(codec).update(own)
+        vars(codec).update({**dict.fromkeys(codec.tables), **own})  # none of those it had before
     method.calibrated_on = model.identity(), made_with(method), method.each_codec()
     given, taken = (int(some.get(MADE_WITH, -1)) for some in (tables, tables_of(method)))
     if given != taken:
