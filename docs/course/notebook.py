@@ -14,6 +14,7 @@ from tinykv.lab.files import check_target, write
 
 BEGIN = '''"""Assignment {number}, {name}, in a notebook that lies beside its tests."""
 import subprocess
+import sys
 from pathlib import Path
 
 TESTS = {tests}
