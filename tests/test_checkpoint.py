@@ -206,6 +206,7 @@ CONFIGS = [
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.5}}, ["attention_factor", "1.5"]),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, ["low_freq_factor"]),
+    ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, ["low_freq_factor", "below high_freq_factor"]),
     ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "NaN"]),
     ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", '"yes"'])]
 

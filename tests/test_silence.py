@@ -266,6 +266,26 @@ def test_bits_of_a_codec_that_was_edited_are_those_of_its_grid():
     assert measure(model, edited, WINDOWS).nll == measure(model, other, WINDOWS).nll
 
 
+@pytest.mark.parametrize("protocol, keeps", [("paper", True), ("stream", False)])
+def test_what_is_set_before_a_text_begins_counts(protocol, keeps):
+    model, tokens = model_of(2), tokens_of(1, 24)
+    rtn, pfn = (METHODS[name](model.config, scheme="token-dynamic") for name in ("rtn", "pfn"))
+    edited = KVCache(model, rtn, protocol)
+    edited.protocol, edited.method = "paper", pfn if keeps else rtn
+    made = KVCache(model, edited.method, "paper")
+    assert model(tokens, edited).equal(model(tokens, made)) and repr(edited) == repr(made)
+
+
+def test_a_calibrated_method_is_not_edited_before_a_text_begins():
+    model = model_of(2)
+    pfn = METHODS["pfn"](model.config)
+    calibrate(model, pfn, tokens_of(2, 32))
+    cache = KVCache(model, pfn)
+    pfn.rope = "post"
+    with pytest.raises(UserError, match="has changed since it was calibrated"):
+        model(tokens_of(1, 8), cache)
+
+
 def test_a_token_that_was_trained_makes_another_model():
     """In the embedding and the head, which are one matrix here."""
     model = hf.load_model(EMBEDDED)

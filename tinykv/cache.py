@@ -327,7 +327,6 @@ class KVCache:
         at_least(1, prompt=prompt)
         if isinstance(method, str | type):
             raise UserError(f"a cache takes a method that is made, such as KIVI(model.config); got {method!r}")
-        check_method(method)
         self.model = getattr(model, "_orig_mod", model)  # of what torch.compile wraps
         self.method, self.protocol, self.prompt = method, protocol, prompt
         self.config = model.config
@@ -336,6 +335,7 @@ class KVCache:
     def reset(self):
         """Forget every token, except those of the method's prefix."""
         self.busy = True  # while this or a forward is running; the model sets it for a forward
+        check_method(self.method)
         check_model(self.method, self.model)
         self.rope = self.model.rope
         self.shared = SimpleNamespace()  # what the method knows of this text, by name
@@ -349,7 +349,7 @@ class KVCache:
                 layer.append(k, v)
         self.start = len(self)  # tokens of the prefix
         self.unread = None  # (B, 1): the last token of a `generate`, until the next forward
-        self.begun_with = self.reads_with()
+        self.begun_with, self.made_for = self.reads_with(), self.what_layers_hold()
         self.busy = False
 
     def expect(self, tokens):
@@ -374,6 +374,8 @@ class KVCache:
                                 "all others already; give output[:, -1:], and what comes after it")
             self.unread = None
             return tokens, len(self)
+        if self.what_layers_hold() != self.made_for:  # edited since: the layers were made for something else
+            self.reset()
         if self.method.needs_calibration:
             raise UserError(f"{self.method!r} is not calibrated on this model yet; run "
                             "calibrate(model, method, windows) first")
@@ -389,6 +391,11 @@ class KVCache:
         """What a text is read with, from its beginning to its end: all that the method has, {name: value}."""
         of_all = ChainMap(vars(self.method), *map(vars, type(self.method).__mro__))
         return {name: value for name, value in of_all.items() if value is not None}
+
+    def what_layers_hold(self):
+        """What `reset` makes the layers of."""
+        return self.method, self.protocol, self.prompt, self.method.scheme, made_with(self.method), [
+            *self.method.each_codec()]
 
     def check_method(self):
         """UserError if the method is no longer what this text has begun with."""

@@ -149,6 +149,8 @@ def parse_rope(raw, positions, where):
         return theta, None
     given = {"original_max_position_embeddings": positions} | {k: x for k, x in rope.items() if x is not None}
     scaling = {name: checked(given, name, float, where) for name in ROPE_PARAMETERS[kind]}
+    if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        refuse("low_freq_factor", scaling["low_freq_factor"], where, "it has to be below high_freq_factor")
     return theta, {"rope_type": kind, **scaling}
 
 
