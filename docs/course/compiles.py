@@ -2,20 +2,20 @@
 
 `errors` is asked for {kernel: [types of the arguments, values of the constants]}, and gives {kernel: what the compiler
 says against it, or ""}. With a third entry, the numbers that a program reads, it gives how many instructions each
-takes, too, as COUNTED.
+takes, too, as COUNTED. A test runs what is compiled: both begin with `definitions`.
 
 It takes two steps, each a process of its own, as Triton's interpreter and its compiler exclude each other, and with the
 limits of a submission. `lower` runs the file, and writes its kernels in Triton's first language; `judge`, which runs
 nothing of the file, compiles them.
 """
 import ast
-import contextlib
+import builtins
 import importlib.util
 import json
 import re
 import subprocess
 import sys
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -43,17 +43,58 @@ def main():
     Path(folder, "made").write_text(json.dumps(made), encoding="utf-8")
 
 
-def definitions(source):
-    """Imports, functions and constants of a file, without all that could tell the compiler from the interpreter."""
+def source_of(file):
+    """What counts of a file: of a page, what stands above its table."""
+    return importlib.util.decode_source(file.read_bytes()).partition("\n# The table")[0]
+
+
+def definitions(file):
+    """The tree of a file's imports, functions and constants. None of its own code runs before a function is called."""
     def is_definition(node):
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            return node.value is not None and re.fullmatch(CONSTANT, ast.unparse(node.value))
-        return isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef))
-    tree, body = ast.parse(source), []
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            named = all(isinstance(target, ast.Name) for target in targets)
+            return named and node.value is not None and re.fullmatch(CONSTANT, ast.unparse(node.value))
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list = [part for part in node.decorator_list if ast.unparse(part) == "triton.jit"]
+            head = [part for part in (node.args, node.returns) if part for part in ast.walk(part)]
+            return not any(isinstance(part, (ast.Call, ast.comprehension)) for part in head)
+        return isinstance(node, (ast.Import, ast.ImportFrom))
+    tree, body = ast.parse(source_of(file)), []
     for node in tree.body:
         body += node.body if isinstance(node, ast.Try) else [node]  # an import that may fail is one as well
     tree.body = [*filter(is_definition, body)]
-    return ast.unparse(tree)
+    return tree
+
+
+def told_apart(kernel):
+    """What a kernel reads that could tell the compiler from the interpreter; "" if nothing."""
+    tree, scope, inside = ast.parse(kernel.src), {**vars(builtins), **kernel.fn.__globals__}, set()
+    nodes = [node for part in (tree.body[0].args, *tree.body[0].body) for node in ast.walk(part)]
+    own = {getattr(node, "arg", None) or node.id for node in nodes
+           if isinstance(node, ast.arg) or isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in nodes:  # in a.b.c, the whole of it comes first
+        if isinstance(node, ast.Attribute):
+            inside.add(node.value)
+            if re.match("_|handle$", node.attr):
+                return ast.unparse(node)
+        if isinstance(node, (ast.Attribute, ast.Name)) and node not in inside:
+            first, *rest = ast.unparse(node).split(".")
+            of_file = re.fullmatch(r"[\w.]+", ast.unparse(node)) and first not in own
+            if of_file and not may_read(reduce(getattr, rest, scope[first]), rest):
+                return ast.unparse(node)
+    return ""
+
+
+def may_read(value, rest):
+    """Whether a kernel may read what a name, and others behind it, stand for: numbers, kernels, and the language."""
+    import triton
+    if isinstance(value, triton.language.constexpr):
+        value = value.value
+    return type(value) in (int, float)[len(rest):] or value in (
+        range, min, max, float, int, triton.cdiv, triton.next_power_of_2) or getattr(
+        value, "__module__", "").startswith(("triton.language", "math")) or isinstance(
+        value, triton.JITFunction) and not told_apart(value)
 
 
 def lowered(folder, file, kernels):
@@ -64,16 +105,17 @@ def lowered(folder, file, kernels):
     from triton.compiler import ASTSource, make_backend
     triton.knobs.runtime.interpret = False  # whatever the file asks for
     reduced = Path(folder, "submission.py")  # Triton reads a kernel's lines from its file
-    reduced.write_text(definitions(Path(file).read_text(encoding="utf-8")), encoding="utf-8")
+    reduced.write_text(ast.unparse(definitions(Path(file))), encoding="utf-8")
     spec = importlib.util.spec_from_file_location("submission", reduced)
     module, found = importlib.util.module_from_spec(spec), {}
-    with contextlib.suppress(Exception, SystemExit):  # lines at its end may run a kernel, for which there is no GPU
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     target = GPUTarget(*GPU)
     backend = make_backend(target)
     for name, (types, constants, *_) in kernels.items():
         try:
             kernel = getattr(module, name)
+            if seen := told_apart(kernel):
+                raise ValueError(f"it reads {seen}, and may read arguments, numbers, other kernels, tl and math")
             signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
             pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
             aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}  # as torch's tensors are

@@ -16,16 +16,15 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
-from importlib.util import decode_source
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from docs.course.assignments import PAGE, answer_of, key_of, named, write_missing
+from docs.course.assignments import PAGE, answer_of, folder_of, key_of, named, write_missing
 from docs.course.compare import called, complaints, plain, short
-from docs.course.compiles import errors_here
+from docs.course.compiles import definitions, errors_here, kernels_in, source_of
 from docs.course.confine import confine
 
 LONGEST = 5  # seconds of computing, of a test that is recorded; a right answer needs one
@@ -70,6 +69,8 @@ def pytest_collection_modifyitems(config, items):
             (item.path.parent / name).exists() for name in ("page.py", "answer.py"))
     config.hook.pytest_deselected(items=[item for item in items if not asked(item)])
     items[:] = [item for item in items if asked(item)]
+    if file:  # kernels first: before a function of the file, which could do anything, runs
+        items.sort(key=lambda item: "_kernel" not in item.function.__doc__)
 
 
 def is_page(file):
@@ -102,13 +103,14 @@ LOADED = {}
 
 
 def load(path):
-    """The module that a file makes; of a page, what stands above its table."""
+    """The module that a file makes; of a file with kernels, what a compiler sees of it."""
     if path not in LOADED:
         module = ModuleType("submission")
         module.__file__ = str(path)
-        source = decode_source(path.read_bytes()).partition("\n# The table")[0]
+        name = named(path, "ASSIGNMENT")
+        of_kernels = name and kernels_in(*folder_of(name).glob("test_*.py"))
         with suppress(SystemExit):  # what stands above a sys.exit counts
-            exec(compile(source, str(path), "exec"), vars(module))
+            exec(compile(definitions(path) if of_kernels else source_of(path), str(path), "exec"), vars(module))
         LOADED[path] = module
     return LOADED[path]
 
@@ -119,9 +121,33 @@ def path_of(item):
     return (item.config.getoption("--file") or item.path.parent / own).resolve()
 
 
+def watch(*owners):
+    """A function that names a function of modules and classes, or of their classes, that is no longer what it is now;
+    "" if all of them are."""
+    def parts(owner):
+        return {name: (value, getattr(value, "__code__", None)) for name, value in vars(owner).items()}
+    classes = {part for owner in owners for part in vars(owner).values() if isinstance(part, type)}
+    before = {owner: parts(owner) for owner in (*owners, *classes)}
+
+    def changed():
+        for owner, old in before.items():
+            new = parts(owner)
+            for name in {*old, *(new if isinstance(owner, type) else ())}:
+                was, now = old.get(name, (None, None)), new.get(name, (None, None))
+                does = any(callable(part) or hasattr(part, "__get__") for part in (was[0], now[0]))
+                if does and (was[0] is not now[0] or was[1] is not now[1]):
+                    return f"{owner.__name__}.{name}"
+        return ""
+    return changed
+
+
 @pytest.fixture
 def sub(request):
-    return load(path_of(request.node))
+    node = request.node
+    if not hasattr(node.session, "changed"):  # before a line of the student's runs
+        node.session.changed = watch(node.module, torch.Tensor, *(
+            module for name, module in sys.modules.items() if re.match(r"docs|tinykv|.*conftest|builtins$", name)))
+    return load(path_of(node))
 
 
 @pytest.fixture
@@ -185,7 +211,10 @@ def pytest_runtest_call(item):
         signal.signal(signal.SIGPROF, too_long)
         signal.setitimer(signal.ITIMER_PROF, LONGEST)
     try:
-        return (yield)
+        result = yield
+        if item.config.getoption("--record") and (name := item.session.changed()):
+            raise RuntimeError(f"your file changes `{name}`, on which the tests rely")
+        return result
     except Exception as error:
         if item.config.getoption("--record") or not isinstance(cause_of(error), NotImplementedError):
             raise

@@ -311,11 +311,32 @@ def test_what_a_file_lacks_is_named(tmp_path):
 def test_the_compiler_reads_definitions_alone(monkeypatch, tmp_path):
     """Nothing that could tell it from the interpreter; and what is nested too deeply has no kernels."""
     kept = ["import math", "N: int = 2 ** 5", "LOG = tl.constexpr(1 / math.log(2))", "def kernel(x):\n    pass"]
-    dropped = ["Y = not triton.knobs.runtime.interpret", "kernel = Two(kernel)", "if N:\n    N = 3", "x: int", "f()"]
-    assert compiles.definitions("\n".join(kept + dropped)) == "\n".join(kept[:3]) + "\n\n" + kept[3]
+    dropped = ["Y = not triton.knobs.runtime.interpret", "kernel = Two(kernel)", "if N:\n    N = 3", "x: int",
+               "f()", "def kernel(x=globals().update(N=3)):\n    pass", "tl.load = LOAD", "@TWO", kept[3],
+               "# The table", "N = 3"]
+    (tmp_path / "mine.py").write_text("\n".join(kept + dropped), encoding="utf-8")
+    said = ast.unparse(compiles.definitions(tmp_path / "mine.py"))
+    assert said == "\n".join(kept[:3]) + f"\n\n{kept[3]}\n\n{kept[3]}"
     monkeypatch.setattr(compiles, "run", lambda *args, **more: None)
     monkeypatch.setattr(compiles, "written", lambda path: "[" * 200_000)
     assert set(compiles.errors("mine.py", {"one": ()}, tmp_path, tmp_path)) == {"one"}
+
+
+def test_a_kernel_reads_nothing_that_tells_the_compiler_from_the_interpreter():
+    """Neither in the branch that is not compiled, nor in a kernel that it calls."""
+    import math
+
+    import triton
+    import triton.language as tl
+    scope = {"tl": tl, "math": math, "triton": triton, "N": tl.constexpr(4), "E": tl.constexpr(os.environ), "os": os}
+
+    def read(line):
+        source = f"def kernel(x, K: tl.constexpr):\n    y = tl.load(x + N).to(tl.float32)\n    {line}"
+        return compiles.told_apart(SimpleNamespace(src=source, fn=SimpleNamespace(__globals__=scope)))
+    for line in "y * triton.cdiv(K, N)", "math.log2(N) + tl.math.exp2(y)", "max(K, int(y.shape[0]))":
+        assert read(line) == "", line
+    for line in ("triton.knobs.runtime.interpret", "y.handle", "E", "os", "isinstance", "tl.core", "tl", "y.__class__"):
+        assert read(f"if K == N: {line}") == line
 
 
 def test_a_kernel_compiles_and_has_fewer_instructions_than_asked():

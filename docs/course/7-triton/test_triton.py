@@ -1,6 +1,7 @@
 """Assignment 7, Triton: kernels run in the interpreter, so cases are few and small.
 
 Around each tensor lies memory that a kernel must not touch; what lies behind a text is larger than anything in it."""
+import math
 import os
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -74,14 +75,21 @@ KERNELS = {
 # The page
 
 def attention(sub, rng, same, R, D, bits, hint):
-    """`attend_codes` of the page on two heads of keys and values, of 2 or 4 bits."""
+    """`attend_kernel` on two heads of keys and values, of 2 or 4 bits: what `attend_codes` does, in lines that are not
+    the file's."""
     H, G, C = 2 * R, sub.GROUP, sub.GROUP * rng.randint(1, 4)
+    pieces = -(-C // sub.PIECE)
     q, keys, values = rng.normal(H, D), SimpleNamespace(), SimpleNamespace()
     for codes, shape in ((keys, (1, 2, C // G, D)), (values, (1, 2, C, 1))):
         codes.packed = rng.of(range(256), 1, 2, C, D * bits // 8).to(torch.uint8)
         codes.scale, codes.zero = rng.of((0.125, 0.25, 0.5), *shape).half(), rng.normal(*shape).half()
-    sums, top, total = sub.attend_codes(q, keys, values)
-    same([sub.merge(sums, top, total), sums, total, q], f"attend_codes of {C} tokens, {H} heads of queries, D = {D}, "
+    sums, top, total = (q.new_empty(H, pieces, size) for size in (D, 1, 1))
+    stored = keys.packed, keys.scale, keys.zero, values.packed, values.scale, values.zero
+    sub.attend_kernel[2, pieces](q, *stored, sums, top, total, C, math.log2(math.e) / math.sqrt(D), R, D, D * bits // 8,
+                                 sub.N, G, sub.PIECE)
+    fade = torch.exp2(top - top.amax(1, keepdim=True))
+    out = (sums * fade).sum(1) / (total * fade).sum(1)
+    same([out, sums, total, q], f"attend_kernel on {C} tokens, {H} heads of queries, D = {D}, "
          f"{bits} bits, GROUP = {G}, PIECE = {sub.PIECE}: the output; sums and weights of each piece; and the queries. "
          f"{hint}", 1e-3, names="output|sums|weights|queries")
 
@@ -89,7 +97,7 @@ def attention(sub, rng, same, R, D, bits, hint):
 @points(12)
 def test_page(sub, rng, same):
     """the page: decode, attend_kernel"""
-    for R, D, bits in ((1, 16, 2), (3, 16, 4), (4, 32, 2)):
+    for R, D, bits in ((1, 16, 2), (3, 16, 4), (4, 32, 2), (4, 128, 2)):  # the last is compiled, too
         attention(sub, rng, same, R, D, bits, "decode: of 2 bits a byte has c, c + W, c + 2W, c + 3W.")
 
 
@@ -130,6 +138,7 @@ EIGHT = [2.0, -9, 4, 4, 0, 1, -7, 3]
 def test_topk_of_eight_numbers(sub, rng, same):
     """topk_kernel: magnitudes, pieces, ties, the end of the text"""
     topk(sub, same, [EIGHT], 2, 4, "Positions are counted from the start of the sequence.")
+    topk(sub, same, [rng.sample(range(-90, 90), 40)], 4, 16, "These K and N are compiled.")
     topk(sub, same, [EIGHT], 3, 8, "Of equal numbers the earlier token comes first.")
     topk(sub, same, [rng.sample(range(-90, 90), 8)], 2, 4, "Magnitudes, of whatever sign.")
     topk(sub, same, [[0.0] * 7], 2, 8, "A token that is not there loses to a 0.")
@@ -172,7 +181,8 @@ def test_unpack_compiles(sub, rng, same):
 @points(6)
 def test_unpack(sub, rng, same):
     """unpack_kernel: four codes of a byte, the first in the lowest bits; nothing behind the last token"""
-    for T, W, N in ((2, 1, 2), (1, 2, 4), (5, 2, 2), (7, 4, 4), (9, 1, 8), (3, 8, 2), (8, 2, 4), (2, 32, 1)):
+    for T, W, N in ((2, 1, 2), (1, 2, 4), (5, 2, 2), (7, 4, 4), (9, 1, 8), (3, 8, 2), (8, 2, 4), (20, 8, 16),
+                    (2, 32, 1)):
         packed = rng.of(range(256), T + N, W).to(torch.uint8)[:T]
         codes, around = guarded(torch.full((T, 4 * W), 99, dtype=torch.uint8), 77)
         with loads(packed, codes, backwards=T > 2) as strays:
@@ -228,7 +238,7 @@ def test_scores_below_6(sub, rng, same):
 def test_scores(sub, rng, same):
     """scores_kernel: fold, planes, groups, heads, the end of the text"""
     for T, W, N, heads, R in ((2, 1, 2, 1, 1), (8, 2, 4, 1, 2), (5, 4, 4, 2, 1), (7, 1, 4, 2, 2), (9, 3, 8, 2, 3),
-                              (3, 2, 8, 1, 1), (2, 1, 2, 2, 8), (6, 5, 4, 2, 1)):
+                              (3, 2, 8, 1, 1), (2, 1, 2, 2, 8), (6, 5, 4, 2, 1), (130, 32, 128, 1, 4)):
         d, pieces, P = 4 * W, -(-T // N), 2 ** (W - 1).bit_length()
         q, _ = guarded(rng.normal(heads * R, d), 1e4)
         packed, _ = guarded(rng.of(range(256), heads, T, W).to(torch.uint8), 255)
