@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -306,6 +306,23 @@ def test_what_a_file_lacks_is_named(tmp_path):
     with pytest.raises(AttributeError) as raised:
         module.find_outlier()
     assert course.explain(raised.value, tmp_path / "mine.py").startswith("Your file has no `find_outlier`")
+
+
+@pytest.mark.parametrize("name, change", [
+    ("one", lambda kept: setattr(kept, "one", len)), ("one", lambda kept: setattr(kept.one, "__code__", read.__code__)),
+    ("nbytes", lambda kept: setattr(kept, "nbytes", property(len)))])
+def test_a_function_that_a_file_changes_is_named(name, change):
+    """Another in its place, another's code in it, and one more, which hides what a class inherits."""
+    class Kept(torch.Tensor):
+        def one(self):
+            pass
+    tests = ModuleType("tests")
+    tests.Kept = Kept
+    changed = course.watch(tests)
+    tests.more, Kept.count = len, 1
+    assert changed() == ""
+    change(Kept)
+    assert changed() == f"Kept.{name}"
 
 
 def test_the_compiler_reads_definitions_alone(monkeypatch, tmp_path):
