@@ -15,7 +15,7 @@ ASSIGNMENT = "affine"
 
 def grid(lo, hi, bits, formula):
     """The scale and the zero point of groups whose numbers lie between lo and hi (fp32 tensors of
-    one shape).
+    one shape, which may have no dimensions).
 
     Returns (scale, zero), of the shape of lo, in the precision in which they are stored: both fp16
     with "offset"; fp16 and int16 with "integer-zero". The handout has the formulas and the bounds.

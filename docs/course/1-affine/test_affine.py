@@ -22,12 +22,13 @@ def top(bits):
 def test_page(sub, rng, same):
     """the page: grid, decode"""
     for _ in range(20):
-        B, H, T = rng.sizes(2, 2, 3)
+        B, H, T, W = rng.sizes(2, 2, 3, 3)
         low = rng.normal(1, H, 1, 8) * 3
-        high = low + rng.of((0.5, 1, 3, 50), 1, H, 1, 8)
-        same.call(sub.grid, low, high, then=lambda found: [part.float() for part in found], hint="Both results are "
-                  "numbers that fp16 has, as they are stored. Four levels are three steps apart.", names="scale|zero")
-        codes, scale, zero = rng.of(range(256), B, H, T, 2).to(torch.uint8), rng.of((0.5, 1, 3), H, 1, 8), rng.normal(8)
+        high = low + rng.of((0.5, 0.7, 3, 50), 1, H, 1, 8)  # each third is far from a tie, or fp16 has it
+        same.call(sub.grid, low, high, then=lambda found: [part.float() for part in found], hint="Both are numbers "
+                  "that fp16 has, as stored. Four levels are three steps apart.", tolerance=0, names="scale|zero")
+        codes, d = rng.of(range(256), B, H, T, W).to(torch.uint8), rng.choice((1, 4 * W))  # a value's grid, or a key's
+        scale, zero = rng.of((0.5, 1, 3), 1, H, 1, d), rng.normal(1, H, 1, d)
         same.call(sub.decode, codes, scale, zero, hint="`encode` says which channel's code is where in a byte.")
 
 
@@ -85,7 +86,8 @@ def test_codes(sub, rng, same):
         quarters = rng.of((*range(-8, 4 * n + 9), 2 ** 18), 3, 8)  # of a step: ties, too, and one that is far off
         x = origin + scale.float() * (quarters / 4)
         same.call(sub.encode, x, scale, zero, bits, formula, hint="Codes are rounded half to even.")
-        same.call(sub.decode, rng.of(range(n + 1), 3, 8).to(torch.uint8), scale, zero, formula)
+        odd = (scale * rng.of((1, 1.1), 3, 1)).half()  # fp16 does not have all multiples of the second
+        same.call(sub.decode, rng.of(range(n + 1), 3, 8).to(torch.uint8), odd, zero, formula, hint="In fp32.")
 
 
 # Task 2
@@ -104,9 +106,10 @@ def test_groups_of_eight_numbers(sub, rng, same):
              names="quantize|dequantize, codes|scale|zero")
     ignore = torch.zeros(1, 1, 8, dtype=torch.bool)
     ignore[..., [0, 4, 5, 6, 7]] = True
-    same.call(sub.quantize, x.view(1, 1, 8, 1), 2, "channel", 4, "offset", ignore,
-              then=lambda found: [found[0][:, :, 1:4], found[1].clamp(min=1e-5), found[2]],
-              hint="A group of nothing but ignored tokens has the range 0 .. 0.", names="codes|scale|zero")
+    for formula in FORMULAS:
+        same.call(sub.quantize, x.view(1, 1, 8, 1), 2, "channel", 4, formula, ignore,
+                  then=lambda found: [found[0][:, :, 1:4], found[1].clamp(min=1e-5), found[2]],
+                  hint="A group of nothing but ignored tokens has the range 0 .. 0.", names="codes|scale|zero")
 
 
 @points(14)

@@ -90,8 +90,8 @@ def test_votes(sub, rng, same):
         for against in range(n_some // 2 + 1):
             votes = [[c] * 5] * (n_some - against) + [[other] * 2 + [other, c, c]] * against + [[other] * 5] * n_none
             search(sub, same, [[1, 2, 40, 40, 5]] * len(votes), [some] * n_some + [none] * n_none, votes,
-                   f"{n_none} windows have no outlier, and so no vote. {against} of the other {n_some} name {other}, "
-                   "in the column of the block where the outlier emerges.")
+                   f"a window without an outlier has no vote, and {n_none} have none. Those that name {other} in the "
+                   f"column of the block where the outlier emerges: {against} of {n_some}.")
 
 
 @points(9)
@@ -115,10 +115,8 @@ CONFIG = LlamaConfig(vocab_size=8, hidden_size=6, intermediate_size=8, num_hidde
 
 
 def method_of(sub, k, lE, c):
-    place = {} if lE is None else {"emergence_layer": lE, "outlier_channel": c}
-    method = sub.KVSink(CONFIG, preserve=k, scheme="token-dynamic", **place)
-    method.layer, method.channel = (None, None) if lE is None else (lE, c)
-    return method
+    return sub.KVSink(CONFIG, preserve=k, scheme="token-dynamic", emergence_layer=lE,
+                      outlier_channel=None if lE is None else c)
 
 
 def new_cache(method):

@@ -4,7 +4,6 @@ Around each tensor lies memory that a kernel must not touch; what lies behind a 
 import math
 import os
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +16,11 @@ pytest.importorskip("triton", reason="Triton runs on Linux; on Windows use WSL, 
 points = pytest.mark.points
 
 
-def guarded(x, fill):
-    """A copy of x with 64 numbers `fill` before and after it -> the copy, and these numbers."""
-    whole = torch.full((x.numel() + 128,), fill, dtype=x.dtype)
-    whole[64:-64] = x.flatten()
-    return whole[64:-64].view(x.shape), [whole[:64], whole[-64:]]
+def guarded(x, fill, n=64):
+    """A copy of x with n numbers `fill` before and after it -> the copy, and these numbers."""
+    whole = torch.full((x.numel() + 2 * n,), fill, dtype=x.dtype)
+    whole[n:-n] = x.flatten()
+    return whole[n:-n].view(x.shape), [whole[:n], whole[-n:]]
 
 
 def places(x):
@@ -74,37 +73,36 @@ KERNELS = {
 
 # The page
 
-def attention(sub, rng, same, R, D, bits, hint):
+def attention(sub, rng, same, R, D, bits, groups, hint):
     """`attend_kernel` on two heads of keys and values, of 2 or 4 bits: what `attend_codes` does, in lines that are not
     the file's."""
-    H, G, C = 2 * R, sub.GROUP, sub.GROUP * rng.randint(1, 4)
-    pieces = -(-C // sub.PIECE)
-    q, keys, values = rng.normal(H, D), SimpleNamespace(), SimpleNamespace()
-    for codes, shape in ((keys, (1, 2, C // G, D)), (values, (1, 2, C, 1))):
-        codes.packed = rng.of(range(256), 1, 2, C, D * bits // 8).to(torch.uint8)
-        codes.scale, codes.zero = rng.of((0.125, 0.25, 0.5), *shape).half(), rng.normal(*shape).half()
-    sums, top, total = (q.new_empty(H, pieces, size) for size in (D, 1, 1))
-    stored = keys.packed, keys.scale, keys.zero, values.packed, values.scale, values.zero
-    sub.attend_kernel[2, pieces](q, *stored, sums, top, total, C, math.log2(math.e) / math.sqrt(D), R, D, D * bits // 8,
-                                 sub.N, G, sub.PIECE)
+    H, W, G, C = 2 * R, D * bits // 8, sub.GROUP, sub.GROUP * groups
+    q, stored, pieces = rng.normal(H, D), [], -(-C // sub.PIECE)
+    for shape in ((1, 2, C // G, D), (1, 2, C, 1)):  # keys and values
+        stored.append(rng.of(range(256), 1, 2, C, W).to(torch.uint8))
+        stored += [rng.of((0.125, 0.25, 0.5), *shape).half(), rng.normal(*shape).half()]
+    found, around = zip(*(guarded(torch.zeros(H, pieces, n), -7.0, 16 * pieces * n) for n in (D, 1, 1)))
+    sub.attend_kernel[2, pieces](q, *stored, *found, C, math.log2(math.e) / math.sqrt(D), R, D, W, sub.N, G, sub.PIECE)
+    sums, top, total = found
     fade = torch.exp2(top - top.amax(1, keepdim=True))
-    out = (sums * fade).sum(1) / (total * fade).sum(1)
-    same([out, sums, total, q], f"attend_kernel on {C} tokens, {H} heads of queries, D = {D}, "
-         f"{bits} bits, GROUP = {G}, PIECE = {sub.PIECE}: the output; sums and weights of each piece; and the queries. "
-         f"{hint}", 1e-3, names="output|sums|weights|queries")
+    untouched = [bool((x == -7).all()) for parts in around for x in parts]
+    same([(sums * fade).sum(1) / (total * fade).sum(1), sums, total, q, untouched], f"attend_kernel on {C} tokens, {H} "
+         f"heads of queries, D = {D}, {bits} bits, GROUP = {G}, PIECE = {sub.PIECE}: the output; sums and weights of "
+         f"each piece; the queries; whether memory around sums, top and total stays as it is. {hint}", 1e-3,
+         names="output|sums|weights|queries|memory")
 
 
 @points(12)
 def test_page(sub, rng, same):
     """the page: decode, attend_kernel"""
-    for R, D, bits in ((1, 16, 2), (3, 16, 4), (4, 32, 2), (4, 128, 2)):  # the last is compiled, too
-        attention(sub, rng, same, R, D, bits, "decode: of 2 bits a byte has c, c + W, c + 2W, c + 3W.")
+    for R, D, bits, groups in ((1, 16, 2, 3), (3, 16, 4, 4), (4, 32, 2, 1), (4, 128, 2, 1)):  # compiled, too
+        attention(sub, rng, same, R, D, bits, groups, "decode: of 2 bits a byte has c, c + W, c + 2W, c + 3W.")
 
 
 @points(4)
 def test_page_compiles(sub, rng, same):
     """the page: right for one head a group, and attend_kernel compiles for a GPU"""
-    attention(sub, rng, same, 1, 16, 2, "")
+    attention(sub, rng, same, 1, 16, 2, 1, "")
     same(ASKED + "attend_kernel")
 
 
