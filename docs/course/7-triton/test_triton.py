@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton runs on Linux; on Windows use WSL, 
 points = pytest.mark.points
 
 
-def guarded(x, fill, n=64):
+def guarded(x, fill, n=512):
     """A copy of x with n numbers `fill` before and after it -> the copy, and these numbers."""
     whole = torch.full((x.numel() + 2 * n,), fill, dtype=x.dtype)
     whole[n:-n] = x.flatten()
