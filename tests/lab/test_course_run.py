@@ -11,7 +11,7 @@ import zipfile
 import pytest
 from test_course import FAULTS, NAMES, PARTS, ROOT, confined, given_text, right_text
 
-from docs.course import assignments, grade, handout, notebook
+from docs.course import assignments, grade, handout, hunt, notebook
 from docs.course.assignments import PAGE
 from docs.programs.notebook import notebook as text_of
 
@@ -81,24 +81,27 @@ def test_a_class_is_graded_and_one_student_again(tmp_path):
     hand_in(mixed / "gus", starter__py=text.replace('"kvsink"', '"KVSink"'))
     hand_in(mixed / "hal", starter__py=text, other__py=given_text("kvsink"))
     hand_in(mixed / "ivy")
+    hand_in(mixed / "jon", starter__py=f"{text}\n\ndef outlier(hidden):\n    while True: pass\n")
     marks, record = tmp_path / "points.csv", tmp_path / "record.json"
     words = "--seed", SEED, "--points", marks, "--json", record
     said("-m", "docs.course.grade", one, *words)
     told = said("-m", "docs.course.grade", mixed, "--assignment", "kvsink", *words)
     for why in ("UTF-16", "SyntaxError", "notebook.ipynb", "for the assignment KVSink", "ivy: no Python file"):
         assert re.search(why, told), (why, told)
+    assert re.search("100%  kvsink  fay/starter.py  hal/starter.py", said("-m", "docs.course.similar", mixed))
 
     def rows():
         return {row["student"]: row for row in csv.DictReader(marks.open())}
     before, of = rows(), {part: grade.points_of(part) for part in PARTS}
     assert before["ann"]["total"] == "640" and before["fay"]["total"] == "80" and before["hal"]["total"] == "66"
     assert {part: int(before["ann"][part]) for part in PARTS} == of
-    assert all(int(before["bob"][part]) < of[part] for part in PARTS) and len(before) == 9
+    assert all(int(before["bob"][part]) < of[part] for part in PARTS) and len(before) == 10
+    assert int(before["jon"]["kvsink"]) < of["kvsink"]
     (one / "bob" / "kvsink" / "mine.py").write_text(text)
     said("-m", "docs.course.grade", one, "--assignment", "kvsink", "--students", "bob", *words)
     after = rows()
     assert after.pop("bob")["kvsink"] == "66" and before.pop("bob") and after == before
-    assert len({(report["student"], report["file"]) for report in json.loads(record.read_text())}) == 41
+    assert len({(report["student"], report["file"]) for report in json.loads(record.read_text())}) == 42
 
 
 @pytest.mark.whole
@@ -115,6 +118,15 @@ def test_a_student_works_in_what_was_handed_out(out, tmp_path):
     grade_it = "-m", "docs.course.grade", folder / "starter.py", "--seed"
     assert "64 of 64 points" in said(*grade_it, "0", cwd=out)
     assert "right values for --seed 0 alone" in said(*grade_it, "1", cwd=out, status=2)
+
+
+@pytest.mark.whole
+def test_a_hunt_is_written_and_graded(tmp_path):
+    words = "-m", "docs.course.hunt", "affine", tmp_path, "--seed", SEED
+    said(*words, "--students", "ann,bob")
+    (tmp_path / "ann" / "page.py").write_text(hunt.planted("affine", "ann", int(SEED))[1])
+    told = said(*words)
+    assert re.search(r"^ann +0/3 +3/3", told, re.MULTILINE) and re.search(r"^bob +0/3 +0/3", told, re.MULTILINE)
 
 
 @pytest.mark.whole
