@@ -152,8 +152,8 @@ def same_numbers(codec, heads, width):
     if codec.needs_text and not codec.calibrated():
         codec.fit(x, torch.zeros(2, heads, 48, dtype=torch.bool))
     codes = codec.encode(x)
-    blocks = [torch.cat(piece, dim=-1).flatten(2, -2) for piece in pieces(codec, codes, width // 2)]
-    got, want = torch.cat(blocks, dim=1), codec.decode(codes).float()
+    got = pieces(codec, codes, width // 2).flatten(2, -3).flatten(-2).contiguous()  # (B, Hkv, n, d)
+    want = codec.decode(codes).float()
     if (found := apart(codec, codes)) is not None:
         places, more = found
         got.view(-1)[places] += more

@@ -31,48 +31,42 @@ SETTINGS["cpp.enable_floating_point_contract_flag"] = "fast"
 def scores(q, codec, codes, cos=None, sin=None):
     """Queries q (B, Hkv, R, d) times the n coded keys: (B, Hkv, R, n). cos, sin (n, d/2): RoPE's tables, if keys are
     stored before it. Sums, not `@`: a product of matrices would need the keys in memory."""
-    d, of_blocks, turn = q.shape[-1], [], rotation(codec)
+    d, turn = q.shape[-1], rotation(codec)
     if turn is None or cos is None:
-        blocks = pieces(codec, codes, d // 2)
+        K = pieces(codec, codes, d // 2)  # (B, Hkv, tokens, P, w)
         if turn is not None:
             q = q @ turn.to(q)
     else:  # RoPE turns the keys themselves
-        blocks = decoded(codec, codes, d // 2)
+        K = decoded(codec, codes, d // 2)
+    *tokens, P, w = K.shape[2:]
+    of_row = K.unbind(-2)  # (B, Hkv, tokens, w) each
     if cos is not None:
         # the angle of position i is that of the last multiple of TILE and that of the rest: two small tables
         i = torch.arange(len(cos), device=q.device)  # (n)
         cos_a, sin_a = cos[::TILE][i // TILE], sin[::TILE][i // TILE]  # (n, d/2) both
         cos_b, sin_b = cos[:TILE][i % TILE], sin[:TILE][i % TILE]  # (n, d/2) both
         cos, sin = cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b  # (n, d/2) both
-    for q_block, of_block in zip(q.chunk(len(blocks), dim=1), blocks):
-        *tokens, w = of_block[0].shape[2:]
-        if cos is not None:
-            half = len(of_block) // 2
-            angles = [x.view(*tokens, -1).split(w, dim=-1) for x in (cos, sin)]
-            turned = [(x * c - y * s, y * c + x * s) for x, y, c, s in zip(of_block[:half], of_block[half:], *angles)]
-            of_block = [x for x, _ in turned] + [y for _, y in turned]
-        # a sum for each query head: one loop for all of them, which decodes a number once
-        of_heads = []
-        for of_head in q_block.unbind(2):  # (B, heads, d)
-            of_head = of_head.view(*of_head.shape[:2], *[1] * len(tokens), d)  # (B, heads, 1, d)
-            terms = sum(x * y for x, y in zip(of_head.split(w, dim=-1), of_block))  # (B, heads, tokens, w)
-            of_heads.append(terms.sum(-1))  # (B, heads, tokens)
-        of_blocks.append(torch.stack(of_heads, dim=2).flatten(3))  # (B, heads, R, n)
-    return torch.cat(of_blocks, dim=1)
+        cos, sin = (x.view(*tokens, P // 2, w) for x in (cos, sin))
+        x, y = K.chunk(2, dim=-2)  # (B, Hkv, tokens, P/2, w) both
+        of_row = *(x * cos - y * sin).unbind(-2), *(y * cos + x * sin).unbind(-2)
+    # a sum for each query head: one loop for all of them, which decodes a number once
+    of_heads = []
+    for of_head in q.unbind(2):  # (B, Hkv, d)
+        of_head = of_head.view(*of_head.shape[:2], *[1] * len(tokens), d).split(w, dim=-1)
+        terms = sum(x * y for x, y in zip(of_head, of_row))  # (B, Hkv, tokens, w)
+        of_heads.append(terms.sum(-1))  # (B, Hkv, tokens)
+    return torch.stack(of_heads, dim=2).flatten(3)
 
 
 def outputs(p, codec, codes):
     """Weights p (B, Hkv, R, n) times the n coded values: (B, Hkv, R, d)."""
-    blocks, of_blocks, turn = pieces(codec, codes, 0), [], rotation(codec)
-    for p_block, of_block in zip(p.chunk(len(blocks), dim=1), blocks):
-        tokens = of_block[0].shape[2:-1]
-        of_heads = []
-        for of_head in p_block.unbind(2):  # (B, heads, n)
-            of_head = of_head.view(*of_head.shape[:2], *tokens, 1)  # (B, heads, tokens, 1)
-            sums = [(of_head * x).flatten(2, -2).sum(2) for x in of_block]  # (B, heads, w) each
-            of_heads.append(torch.cat(sums, dim=-1))  # (B, heads, d)
-        of_blocks.append(torch.stack(of_heads, dim=2))
-    out = torch.cat(of_blocks, dim=1)
+    of_row, turn = pieces(codec, codes, 0).unbind(-2), rotation(codec)  # (B, Hkv, tokens, w) each
+    of_heads = []
+    for of_head in p.unbind(2):  # (B, Hkv, n)
+        of_head = of_head.view(*of_row[0].shape[:-1], 1)  # (B, Hkv, tokens, 1)
+        sums = [(of_head * x).flatten(2, -2).sum(2) for x in of_row]  # (B, Hkv, w) each
+        of_heads.append(torch.cat(sums, dim=-1))  # (B, Hkv, d)
+    out = torch.stack(of_heads, dim=2)
     return out if turn is None else out @ turn.to(out)
 
 

@@ -18,8 +18,8 @@ PIECE = 16  # neighbours of a row that are decoded at a time, at most: fp32 numb
 
 
 def pieces(codec, codes, width):
-    """What `decode` gives: for each block of heads a list of pieces (B, heads, tokens, w), in the channels' order. No
-    piece crosses a multiple of `width`. tokens: n, or groups and tokens of a group.
+    """What `decode` gives, each row in P pieces of w neighbours: (B, Hkv, tokens, P, w). No piece crosses a multiple of
+    `width`. tokens: n, or groups and tokens of a group.
 
     A `Rotated` codec's are of rows times `rotation`: a query times it reads them, and a sum of values is turned back.
     """
@@ -28,7 +28,7 @@ def pieces(codec, codes, width):
 
 def decoded(codec, codes, width):
     x = codec.decode(codes).float()  # (B, Hkv, n, d)
-    return [x.split(math.gcd(PIECE, width, x.shape[-1]), dim=-1)]
+    return x.unflatten(-1, (-1, math.gcd(PIECE, width, x.shape[-1])))
 
 
 def affine(codec, codes, width):
@@ -39,61 +39,54 @@ def affine(codec, codes, width):
     s, z = grid.scale.float(), grid.zero.float()
     if codec.axis == "channel":
         packed = packed.unflatten(2, (s.shape[-3], codec.group or n))  # (B, Hkv, n/G, G, bytes)
+        code = codes_of(packed, codec.bits, codec.width, width)  # (B, Hkv, n/G, G, P, w)
+        s, z = (x.unflatten(-1, code.shape[-2:]) for x in (s, z))  # (B, Hkv, n/G, 1, P, w) both
     else:
-        width = math.gcd(width, codec.group)
-    of_all = []
-    for i, code in pieces_of(packed, codec.bits, codec.width, width):
-        # the grid of these channels: (B, Hkv, n, 1) or (B, Hkv, n/G, 1, w)
-        own = (..., i // codec.group, slice(None)) if codec.axis == "token" else (..., slice(i, i + code.shape[-1]))
-        s_own, z_own = s[own], z[own]
-        of_all.append(code * s_own + z_own if codec.formula == "offset" else (code - z_own) * s_own)
-    return [of_all]
+        code = codes_of(packed, codec.bits, codec.width, math.gcd(width, codec.group))  # (B, Hkv, n, P, w)
+        code = code.unflatten(-2, (s.shape[-2], -1))  # (B, Hkv, n, d/G, G/w, w)
+        s, z = s[..., None], z[..., None]  # (B, Hkv, n, d/G, 1, 1) both
+    x = code * s + z if codec.formula == "offset" else (code - z) * s
+    return x if codec.axis == "channel" else x.flatten(-3, -2)
 
 
 def clipped(codec, codes, width):
-    h, z = codes.scale.float(), codes.zero.float()  # (B, 1, T, n) both
-    of_all = []
-    for i, code in pieces_of(codes.packed, codec.bits, codec.channels, math.gcd(width, codec.width)):
-        group = codec.group[i:i + code.shape[-1]]  # (w): a channel has what its group has
-        h_own, z_own = h[..., :1], z[..., :1]  # (B, 1, T, 1) both
-        for g in range(1, h.shape[-1]):
-            h_own = torch.where(group == g, h[..., g:g + 1], h_own)  # (B, 1, T, w)
-            z_own = torch.where(group == g, z[..., g:g + 1], z_own)  # (B, 1, T, w)
-        of_all.append(code * h_own + z_own)
-    return by_heads(of_all, codec.channels // codec.width)
+    code = by_heads(codes_of(codes.packed, codec.bits, codec.channels, math.gcd(width, codec.width)), codec.width)
+    h, z = codes.scale.float()[..., None, None], codes.zero.float()[..., None, None]  # (B, 1, T, n, 1, 1) both
+    group = codec.group.view(code.shape[1], 1, *code.shape[3:])  # (Hkv, 1, P, w): a channel has what its group has
+    h_own, z_own = h[:, :, :, 0], z[:, :, :, 0]  # (B, 1, T, 1, 1) both
+    for g in range(1, h.shape[3]):
+        h_own = torch.where(group == g, h[:, :, :, g], h_own)  # (B, Hkv, T, P, w)
+        z_own = torch.where(group == g, z[:, :, :, g], z_own)  # (B, Hkv, T, P, w)
+    return code * h_own + z_own
 
 
 def codebook(codec, codes, width):
-    codebooks = codec.centroids.float().flatten(0, 1)  # (slots * m, n)
     per_head = codec.width // codec.n
-    of_all = []
-    for i, code in pieces_of(codes.packed, codec.code_bits, codec.slots, per_head):
-        for slot, index in enumerate(code.unbind(-1), i):  # (B, 1, T)
-            x = codebooks[slot * codec.m + index]  # (B, 1, T, n)
-            of_all += x.split(math.gcd(codec.n, width), dim=-1)
-    return by_heads(of_all, codec.slots // per_head)
+    code = codes_of(codes.packed, codec.code_bits, codec.slots, per_head)  # (B, 1, T, .., ..)
+    code = by_heads(code, per_head).flatten(-2)  # (B, Hkv, T, d/n)
+    slot = torch.arange(codec.slots, device=code.device).view(-1, 1, per_head)  # (Hkv, 1, d/n)
+    x = codec.centroids.float().flatten(0, 1)[slot * codec.m + code]  # (B, Hkv, T, d/n, n)
+    return x.flatten(-2).unflatten(-1, (-1, math.gcd(codec.n, width)))
 
 
 def non_uniform(codec, codes, width):
-    grid, levels = codes if codec.axis == "token" else codec, codec.levels.float()
-    mid, half = grid.mid.float(), grid.half.float()  # (B, 1, T, 1) or (C), both
-    of_all = []
-    for i, code in pieces_of(codes.packed, codec.bits, codec.channels, math.gcd(width, codec.width)):
-        own = ... if codec.axis == "token" else slice(i, i + code.shape[-1])
-        level = levels[0] if len(levels) <= 16 else levels[code]
-        for j in range(1, len(levels) if len(levels) <= 16 else 0):  # selects are faster than a few lookups
-            level = torch.where(code == j, levels[j], level)  # (B, 1, T, w)
-        of_all.append(level * half[own] + mid[own])
-    return by_heads(of_all, codec.channels // codec.width)
+    code = by_heads(codes_of(codes.packed, codec.bits, codec.channels, math.gcd(width, codec.width)), codec.width)
+    levels = codec.levels.float()
+    level = levels[0] if len(levels) <= 16 else levels[code]
+    for j in range(1, len(levels) if len(levels) <= 16 else 0):  # selects are faster than a few lookups
+        level = torch.where(code == j, levels[j], level)  # (B, Hkv, T, P, w)
+    if codec.axis == "token":
+        mid, half = codes.mid[..., None], codes.half[..., None]  # (B, 1, T, 1, 1) both
+    else:
+        mid, half = (x.view(code.shape[1], 1, *code.shape[3:]) for x in (codec.mid, codec.half))  # (Hkv, 1, P, w) both
+    return level * half.float() + mid.float()
 
 
 def rotated(codec, codes, width):
-    blocks = pieces(codec.codec, codes, width)
+    x = pieces(codec.codec, codes, width)
     if codec.scaled:
-        tokens = blocks[0][0].shape[2:-1]  # (n), or (n/G, G)
-        norm = codes.norm.unflatten(2, tokens)  # (B, 1, n/G, G, 1)
-        blocks = [[piece * norm for piece in of_block] for of_block in blocks]
-    return blocks
+        x = x * codes.norm.unflatten(2, x.shape[2:-2])[..., None]  # norm (B, 1, tokens, 1, 1)
+    return x
 
 
 PIECES = {Affine: affine, ClippedGroups: clipped, Codebook: codebook, NonUniform: non_uniform, Rotated: rotated}
@@ -109,7 +102,7 @@ def apart(codec, codes):
     """What `pieces` leave out: its places in (B, Hkv, n, d), as indices in one list, and how much; or None."""
     if type(codec) is not NonUniform or not codec.outliers:
         return None
-    plain = torch.cat([torch.cat(of_block, dim=-1) for of_block in pieces(codec, codes, 0)], dim=1)  # (B, Hkv, n, d)
+    plain = pieces(codec, codes, 0).flatten(-2)  # (B, Hkv, n, d)
     more = codec.decode(codes) - plain  # (B, Hkv, n, d)
     places = codes.places(codec.channels)  # (outliers): in (B, n, C)
     at = torch.arange(more.numel(), device=more.device).view(more.shape)  # (B, Hkv, n, d)
@@ -119,26 +112,22 @@ def apart(codec, codes):
 
 # Rows of codes
 
-def pieces_of(packed, bits, n, width):
-    """The n codes of each row, a piece of neighbours at a time: the first one's index, and codes (..., w) int32. packed
-    (..., bytes of a row). No piece crosses a multiple of `width`."""
+def codes_of(packed, bits, n, width):
+    """packed (..., bytes of a row) -> the n codes of each row in pieces of w neighbours, (..., n/w, w) int32. No piece
+    crosses a multiple of `width`."""
     parts = sections(n, bits)
     w = math.gcd(PIECE, width, *(part.size for part in parts))
     if w < 4 or bits == TERNARY:  # neighbours lie in different bytes, or no shift takes them apart
-        codes, w = unpack(packed, bits, n).int(), math.gcd(PIECE, width)
-        for i in range(0, n, w):
-            yield i, codes[..., i:i + w]
-        return
-    for i in range(0, n, w):
-        code = 0
-        for part in parts:
-            plane, first = divmod(i, part.size)
-            byte = packed[..., part.first + first:part.first + first + w].int()  # (..., w)
-            code = code | (byte >> plane * part.bits & largest_code(part.bits)) << part.low
-        yield i, code
+        return unpack(packed, bits, n).int().unflatten(-1, (-1, math.gcd(PIECE, width)))
+    codes = 0
+    for part in parts:
+        byte = packed[..., part.first:part.first + part.size].int().unflatten(-1, (-1, w))  # (..., pieces, w)
+        shifts = torch.arange(0, 8, part.bits, dtype=torch.int32, device=packed.device)  # (planes)
+        planes = byte[..., None, :, :] >> shifts[:, None, None] & largest_code(part.bits)  # (..., planes, pieces, w)
+        codes = codes | planes.flatten(-3, -2)[..., :n // w, :] << part.low  # (..., n/w, w)
+    return codes
 
 
-def by_heads(of_rows, heads):
-    """Pieces of rows of all heads -> those of each head."""
-    n = len(of_rows) // heads
-    return [of_rows[i:i + n] for i in range(0, len(of_rows), n)]
+def by_heads(code, width):
+    """Codes of rows of all heads (B, 1, T, C/w, w) -> (B, Hkv, T, width/w, w)."""
+    return code[:, 0].unflatten(2, (-1, width // code.shape[-1])).transpose(1, 2)
