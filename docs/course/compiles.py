@@ -4,9 +4,8 @@
 says against it, or ""}. With a third entry, the numbers that a program reads, it gives how many instructions each
 takes, too, as COUNTED. A test runs what is compiled: both begin with `definitions`.
 
-It takes two steps, each a process of its own, as Triton's interpreter and its compiler exclude each other, and with the
-limits of a submission. `lower` runs the file, and writes its kernels in Triton's first language; `judge`, which runs
-nothing of the file, compiles them.
+It is a process of its own, as Triton's interpreter and its compiler exclude each other, with the limits of a
+submission. The file's functions do not run in it.
 """
 import ast
 import builtins
@@ -15,6 +14,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,25 +22,20 @@ from tempfile import TemporaryDirectory
 from docs.course.confine import confine, run, written
 
 GPU = "cuda", 90, 32  # sm_90, threads of a warp
-LONGEST = 120  # seconds of a step
+LONGEST = 120  # seconds of all kernels of a file
 # what a test notes that asks for it: this and the kernel's name, and maybe how many instructions are too many
 ASKED, BELOW = "compiled for a GPU: ", ", a number's instructions below "
 COUNTED = ", instructions a number"
 # of a file, which a kernel may read: numbers, and what is computed of them, of others' names and of `math`
-CONSTANT = r"(?:tl\.constexpr|math\.(?>\w+)|\b(?>[A-Z]\w*)|(?>\d[\d.e]*)|[ +*/()-])+"
+CONSTANT = r"(?:tl\.constexpr|math\.(?>\w+)|\b(?>[A-Z]\w*)(?!\()|(?>\d[\d.e]*)|\)(?!\()|[ +*/(-])+"
 
 
 def main():
-    step, folder, *file = sys.argv[1:]
-    given = json.load(sys.stdin)
-    if step == "lower":
-        import torch  # noqa: F401  # before memory is limited: a GPU's build of it maps gigabytes
-        confine(folder, [*file, Path(__file__).parents[2]], LONGEST)  # a copy without answers
-        made = lowered(folder, *file, given)
-    else:
-        confine(folder, seconds=LONGEST, starts=True)
-        made = judged(*given)
-    Path(folder, "made").write_text(json.dumps(made), encoding="utf-8")
+    import torch  # noqa: F401  # before memory is limited: a GPU's build of it maps gigabytes
+    folder, file = sys.argv[1:]
+    confine(folder, [file, Path(__file__).parents[2]], LONGEST, starts=True)  # a copy without answers
+    found = compiled(folder, file, json.load(sys.stdin))
+    Path(folder, "made").write_text(json.dumps(found), encoding="utf-8")
 
 
 def source_of(file):
@@ -53,8 +48,8 @@ def definitions(file):
     def is_definition(node):
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            named = all(isinstance(target, ast.Name) for target in targets)
-            return named and node.value is not None and re.fullmatch(CONSTANT, ast.unparse(node.value))
+            plain = all(isinstance(part, ast.Name) for part in [*targets, getattr(node, "annotation", targets[0])])
+            return plain and node.value is not None and re.fullmatch(CONSTANT, ast.unparse(node.value))
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = [part for part in node.decorator_list if ast.unparse(part) == "triton.jit"]
             head = [part for part in (node.args, node.returns) if part for part in ast.walk(part)]
@@ -97,21 +92,19 @@ def may_read(value, rest):
         value, triton.JITFunction) and not told_apart(value)
 
 
-def lowered(folder, file, kernels):
-    """{kernel: [what the compiler says against it, the kernel in Triton's first language]}."""
+def compiled(folder, file, kernels):
+    """{kernel: what the compiler says against it, or ""}."""
     import triton
-    from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
+    from triton.compiler import ASTSource
     triton.knobs.runtime.interpret = False  # whatever the file asks for
-    reduced = Path(folder, "submission.py")  # Triton reads a kernel's lines from its file
+    triton.knobs.cache.dir = folder
+    reduced = Path(folder, "reduced.py")  # Triton reads a kernel's lines from its file
     reduced.write_text(ast.unparse(definitions(Path(file))), encoding="utf-8")
     spec = importlib.util.spec_from_file_location("submission", reduced)
     module, found = importlib.util.module_from_spec(spec), {}
     spec.loader.exec_module(module)
-    target = GPUTarget(*GPU)
-    backend = make_backend(target)
-    for name, (types, constants, *_) in kernels.items():
+    for name, (types, constants, *numbers) in kernels.items():
         try:
             kernel = getattr(module, name)
             if seen := told_apart(kernel):
@@ -119,40 +112,14 @@ def lowered(folder, file, kernels):
             signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
             pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
             aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}  # as torch's tensors are
-            source = ASTSource(kernel, signature, constants, aligned)
-            context = ir.context()
-            ir.load_dialects(context)
-            backend.load_dialects(context)
-            options = backend.parse_options({})
-            functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-            stages, first = {}, source.make_ir(target, options, functions, modules, context)
-            backend.add_stages(stages, options, source.language)
-            found[name] = ["", str(stages["ttir"](first, {}))]
+            made = triton.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget(*GPU))
+            found[name] = ""
+            for count in numbers:
+                threads = GPU[2] * made.metadata.num_warps
+                found[name + COUNTED] = instructions(made.asm["cubin"], folder) * threads / count
         except Exception as error:
-            found[name] = [told(error), ""]
+            found[name] = told(error)
     return found
-
-
-def judged(found, kernels):
-    """{kernel: what the compiler says against it, or ""}. found: what `lowered` has made of a file."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    verdicts = {}
-    with TemporaryDirectory() as folder:
-        triton.knobs.cache.dir = folder
-        for name, (_, _, *numbers) in kernels.items():
-            verdicts[name], text = found[name]
-            path = Path(folder, f"{len(verdicts)}.ttir")
-            path.write_text(text, encoding="utf-8")
-            try:
-                if not verdicts[name]:
-                    compiled = triton.compile(str(path), target=GPUTarget(*GPU))
-                    for count in numbers:
-                        threads = GPU[2] * compiled.metadata.num_warps
-                        verdicts[name + COUNTED] = instructions(compiled.asm["cubin"], folder) * threads / count
-            except Exception as failure:
-                verdicts[name] = told(failure)
-    return verdicts
 
 
 def instructions(cubin, folder):
@@ -198,22 +165,13 @@ def errors_here(file, tests):
 
 
 def errors(file, kernels, root, folder):
-    """{kernel: what the compiler says against it, or ""}. root: a copy of the repository; folder: an empty one for both
-    steps."""
+    """{kernel: what the compiler says against it, or ""}. root: a copy of the repository; folder: an empty one."""
     if not kernels:
         return {}
-
-    def made(step, given, *file):
-        work = Path(folder, step)
-        work.mkdir()
-        run(["docs.course.compiles", step, work, *file], json.dumps(given), LONGEST, root, work)
-        return json.loads(written(work / "made"))
-    try:
-        found = made("lower", kernels, file)
-        found = {name: [str(found[name][0]), str(found[name][1])] for name in kernels}
-        return made("judge", [found, kernels])
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):  # of another form than `lowered` gives
-        return dict.fromkeys(kernels, "the file ended the process, took too long, or filled its folder")
+    run(["docs.course.compiles", folder, file], json.dumps(kernels), LONGEST, root, folder)
+    with suppress(OSError, ValueError):
+        return json.loads(written(Path(folder, "made")))
+    return dict.fromkeys(kernels, "its imports fail here, or the compiler took too long")
 
 
 if __name__ == "__main__":
