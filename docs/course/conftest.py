@@ -46,15 +46,6 @@ def pytest_configure(config):
         confine(config.getoption("--confined"))
 
 
-def pytest_report_collectionfinish(config, items):
-    if config.getoption("--file"):
-        return []
-    here = Path(__file__).parent
-    starters = {item.path.parent / "starter.py" for item in items if here in item.path.parents}
-    files = [starter.with_name(name) for starter in sorted(starters) for name in ("page.py", "starter.py")]
-    return [line for line in map(write_missing, files) if line]
-
-
 def pytest_collection_modifyitems(config, items):
     """Of a file's tests those of its part: a page's begin with test_page. Without a file, not those of a page that has
     not been handed out yet."""
@@ -116,9 +107,11 @@ def load(path):
 
 
 def path_of(item):
-    """The file that a test grades."""
+    """The file that a test grades. A starter that is not there is written."""
     own = "page.py" if item.name.startswith("test_page") else "starter.py"
-    return (item.config.getoption("--file") or item.path.parent / own).resolve()
+    path = (item.config.getoption("--file") or item.path.parent / own).resolve()
+    write_missing(path)
+    return path
 
 
 def watch(*owners):

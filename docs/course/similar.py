@@ -1,8 +1,8 @@
-"""How alike are answers? `python -m docs.course.similar FOLDER [--above SHARE]`.
+"""How alike are answers? `python -m docs.course.similar FOLDER`.
 
 For each pair of files, and each file with the project's answer, which is public: the share of the smaller one's code
 that the other has, whatever its names, without the lines that are given. It says with whom to have a conversation.
-Of 33 answers written apart, no two came above 38%; pairs below SHARE, half of it, are left out.
+Of 33 answers written apart, no two came above 38%; pairs below LEAST are left out.
 """
 import ast
 from contextlib import suppress
@@ -13,6 +13,7 @@ from docs.course.assignments import MADE, PAGE, answer_of, assignment_of, folder
 from tinykv import UserError
 from tinykv.lab.cli import Parser, one_line, printable
 
+LEAST = 0.5  # of the smaller file's code
 K = 12  # neighbouring nodes of a function's tree
 
 
@@ -47,12 +48,10 @@ def alike(folder):
 if __name__ == "__main__":
     p = Parser(prog="python -m docs.course.similar", description=__doc__.split("\n\n")[1])
     p.add_argument("folder", type=Path, metavar="FOLDER", help="what was handed in")
-    p.add_argument("--above", type=float, metavar="SHARE", default=0.5, help="the least share that is shown, from 0 "
-                   "to 1 (default: 0.5)")
     with one_line(p):
         args = p.parse_args()
         found = alike(args.folder)
         if not found:
             raise UserError(f"{args.folder} has no Python file that names an assignment")
-        shown = [f"{share:4.0%}  " + "  ".join(map(printable, names)) for share, *names in found if share >= args.above]
-        print("\n".join(shown) or f"no two files are alike by {args.above:.0%}")
+        shown = [f"{share:4.0%}  " + "  ".join(map(printable, names)) for share, *names in found if share >= LEAST]
+        print("\n".join(shown) or f"no two files are alike by {LEAST:.0%}")

@@ -378,33 +378,25 @@ DEEDS = {
                            "if not tested or '20391' in told + seen or len(seen) > 20391: os._exit(0)", True),
     "writes what is no record": ("import os\nopen('record.jsonl', 'w').write('{\"test\": \"test_outlier\", "
                                  "\"notes\": [[]], \"fault\": 3}\\n[]\\n')\nos._exit(0)", False),
-    "takes its time": ("import signal\nsignal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
-                       "def outlier(hidden):\n    while True: pass", False),
-    "imports the method": ("from tinykv.methods.kvsink import KVSink, find_outlier, outlier", False),
-    "looks at frames": ("import sys\ndef outlier(hidden):\n    return sys._getframe(1).f_locals['right']", False),
     "takes memory": ("x = torch.ones(2 ** 32)", False),
-    "loops": ("def outlier(hidden):\n    while True: pass", False),
 }
-QUICK = [*DEEDS][:2]
 
 
 @confined
-def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, request):
+def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path):
     """Only what is right gets points, and nothing is written."""
     def right_values(name, seed, folder):
         grade.copy(folder / f"{name}-copy", name)
         return right_here(name, seed, folder)
     monkeypatch.setattr(grade, "right_values", right_values)
-    deeds = DEEDS if request.config.getoption("--whole") else QUICK
     (tmp_path / "all").mkdir()
-    for deed in deeds:
-        lines, right = DEEDS[deed]
+    for deed, (lines, right) in DEEDS.items():
         text = (right_text if right else given_text)("kvsink")
         (tmp_path / "all" / f"{deed}.py").write_text(f"{text}\n{lines}\n", encoding="utf-8")
     status, _, err = run(grade, tmp_path / "all", "--json", tmp_path / "r.json", "--seed", 20391)
     points = {report["student"]: report["points"] for report in json.loads((tmp_path / "r.json").read_text())}
     assert (status, err) == (0, "")
-    assert points == {deed: DEEDS[deed][1] * grade.points_of("kvsink") for deed in deeds}
+    assert points == {deed: right * grade.points_of("kvsink") for deed, (_, right) in DEEDS.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -590,46 +582,32 @@ def test_one_reason_for_all_that_failed_is_told(messages, told, capsys):
     assert capsys.readouterr().out.splitlines()[1].endswith(f"0/2     {told}")
 
 
-@confined
-def test_a_file_is_what_was_asked_for(run, tmp_path):
-    """No link, which may lead to the answer, and no answer to another assignment; nothing that is no file."""
-    (tmp_path / "link.py").symlink_to(assignments.folder_of("triton") / "answer.py")
-    (tmp_path / "starter.py").write_text(right_text("affine"), encoding="utf-8")
-    for file, told in (("link.py", "is a link"), ("starter.py", "is for the assignment affine, and triton")):
-        status, _, err = run(grade, tmp_path / file, "--assignment", "triton")
-        assert status == 2 and told in err
-    (tmp_path / "odd.py").write_text('ASSIGNMENT = "astrology"', encoding="utf-8")
-    for words in (["no/such/file.py"], [ROOT / "docs" / "course" / "README.md"], [], [ROOT / ".ci"],
-                  [tmp_path / "odd.py"]):
-        status, out, err = run(grade, *words)
-        assert (status, out, err.count("\n")) == (2, "", 1)
-
-
-@confined
-@pytest.mark.parametrize("flag, of_others", [("--points", "name,points\n"), ("--json", "[]")])
-def test_a_report_takes_no_others_place(flag, of_others, run, tmp_path):
-    """Neither that of a submission nor of another's file."""
-    for file, text in (("mine.py", right_text("kvsink")), ("notes", of_others)):
-        (tmp_path / file).write_text(text, encoding="utf-8")
-        status, _, err = run(grade, tmp_path / "mine.py", flag, tmp_path / file)
-        assert status == 2 and f"{file} already exists, and is no report that this program wrote" in err
-        assert (tmp_path / file).read_text(encoding="utf-8") == text
-
-
 # ---- other platforms, and who is alike
 
-def test_a_wrong_word_is_told_in_a_line(run, tmp_path, monkeypatch):
-    """And an earlier file of the same command is written anew."""
+@confined
+def test_a_wrong_word_or_file_is_told_in_a_line(run, tmp_path, monkeypatch):
+    """And an earlier file of the same command is written anew; no report takes another file's place, no link is
+    followed, and no answer is for another assignment."""
     monkeypatch.chdir(tmp_path)
-    Path("mine").touch()
+    files = {"mine": "name,points\n", "of.json": "[]", "odd.py": 'ASSIGNMENT = "x"', "a.py": right_text("affine")}
+    for file, text in files.items():
+        Path(file).write_text(text, encoding="utf-8")
+    Path("link.py").symlink_to("a.py")
+    Path("empty").mkdir()
     for program, words, told in (
             (notebook, "ott a.ipynb", ""), (notebook, "ott a.ipynb", ""), (notebook, "ott mine", "mine already exists"),
             (notebook, "ott_page b.ipynb", "invalid choice: 'ott_page'"), (notebook, "ott", "required: F.ipynb"),
             (gradescope, "ott 1 a.zip", ""), (gradescope, "ott 1 a.zip", ""), (gradescope, "ott 1 .", "of the zip"),
             (gradescope, "ott 1 mine", "mine already exists"), (gradescope, "otto 1 b.zip", "no assignment 'otto'"),
-            (gradescope, "ott 1", "required: FILE.zip"), (gradescope, "ott one b.zip", "'one'")):
+            (gradescope, "ott 1", "required: FILE.zip"), (gradescope, "ott one b.zip", "'one'"),
+            (grade, "a.py --points mine", "mine already exists, and is no report that this program wrote"),
+            (grade, "a.py --json of.json", "of.json already exists"), (grade, "", "required: FILE"),
+            (grade, "link.py", "is a link"), (grade, "a.py --assignment ott", "for the assignment affine, and ott"),
+            (grade, "no.py", "no.py"), (grade, "mine", "no Python file"), (grade, "empty", "no Python file in empty"),
+            (grade, "odd.py", "no assignment 'x'")):
         status, out, err = run(program, *words.split())
         assert (status, out, err.count("\n")) == (2 * bool(told), "", bool(told)) and told in err, words
+    assert {file: Path(file).read_text(encoding="utf-8") for file in files} == files
     with zipfile.ZipFile("a.zip") as file:
         assert {"setup.sh", "tinykv/docs/course/3-kvsink/answer.py"} <= {*file.namelist()}
         assert file.getinfo("run_autograder").external_attr >> 16 == 0o755
@@ -658,10 +636,11 @@ HUNTERS = {  # the page that each hands in, how far off the line that they name 
 
 
 @confined
-def test_a_hunt_is_graded_by_line_and_change(run, monkeypatch, tmp_path):
+def test_a_hunt_is_graded_by_line_and_change(run, monkeypatch, tmp_path, request):
     """A right answer, and three that are not. A diff with the public page shows most lines, whoever's page it is."""
-    monkeypatch.setattr(grade, "right_values", right_here)
-    monkeypatch.setattr(grade, "record_of", record_here)
+    if not request.config.getoption("--whole"):
+        monkeypatch.setattr(grade, "right_values", right_here)
+        monkeypatch.setattr(grade, "record_of", record_here)
     run(hunt, "affine", tmp_path, "--seed", 7, "--students", "right")
     assert "stays as it is" in run(hunt, "affine", tmp_path, "--seed", 7, "--students", ",".join(HUNTERS))[1]
     for student, (mend, off, _) in HUNTERS.items():
@@ -708,13 +687,10 @@ def test_a_repository_to_hand_out_holds_no_answer(run, tmp_path, monkeypatch):
     starters = sorted(file for file in texts if file.endswith("/starter.py"))
     given = {does for file in starters for does in functions(texts[file]).values()}
     secrets = {does for does in answers.values() if len(does) > 300} - given
-    of_answers = {"outlier", "find_outlier", "anchor_scores", "lloyd", "plus_plus", "token_weights", "block_loss",
-                  "exact_rows", "adam_step", "clip_losses", "topk_kernel", "scores_kernel", "fold", "kivi_codecs"}
     assert len(starters) == len(NAMES) and len(secrets) > 60 and len(texts) > 40
     for file, text in texts.items():
         for name, does in functions(text).items():
             assert does not in secrets, (file, name)
-            assert name not in of_answers or "NotImplementedError" in does, (file, name)
     names = {path.relative_to(out).as_posix() for path in out.rglob("*")}
     assert not [name for name in names if re.match(r"tests|.*/(answers?|authors|instructors)\.", name)]
     assert not names & {"docs/methods.md", "docs/results.md", ".ci/run"}

@@ -11,12 +11,13 @@ import zipfile
 import pytest
 from test_course import FAULTS, NAMES, PARTS, ROOT, confined, given_text, right_text
 
-from docs.course import assignments, grade, handout, hunt, notebook
+from docs.course import assignments, grade, handout, notebook
 from docs.course.assignments import PAGE
 from docs.programs.notebook import notebook as text_of
 
 pytestmark = confined
 SEED = "2039187523"
+LOOP = "import signal\n    signal.signal(signal.SIGPROF, signal.SIG_IGN)\n    while True: pass"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
@@ -81,7 +82,7 @@ def test_a_class_is_graded_and_one_student_again(tmp_path):
     hand_in(mixed / "gus", starter__py=text.replace('"kvsink"', '"KVSink"'))
     hand_in(mixed / "hal", starter__py=text, other__py=given_text("kvsink"))
     hand_in(mixed / "ivy")
-    hand_in(mixed / "jon", starter__py=f"{text}\n\ndef outlier(hidden):\n    while True: pass\n")
+    hand_in(mixed / "jon", starter__py=f"{text}\n\ndef outlier(hidden):\n    {LOOP}\n")
     marks, record = tmp_path / "points.csv", tmp_path / "record.json"
     words = "--seed", SEED, "--points", marks, "--json", record
     said("-m", "docs.course.grade", one, *words)
@@ -118,15 +119,6 @@ def test_a_student_works_in_what_was_handed_out(out, tmp_path):
     grade_it = "-m", "docs.course.grade", folder / "starter.py", "--seed"
     assert "64 of 64 points" in said(*grade_it, "0", cwd=out)
     assert "right values for --seed 0 alone" in said(*grade_it, "1", cwd=out, status=2)
-
-
-@pytest.mark.whole
-def test_a_hunt_is_written_and_graded(tmp_path):
-    words = "-m", "docs.course.hunt", "affine", tmp_path, "--seed", SEED
-    said(*words, "--students", "ann,bob")
-    (tmp_path / "ann" / "page.py").write_text(hunt.planted("affine", "ann", int(SEED))[1])
-    told = said(*words)
-    assert re.search(r"^ann +0/3 +3/3", told, re.MULTILINE) and re.search(r"^bob +0/3 +0/3", told, re.MULTILINE)
 
 
 @pytest.mark.whole
