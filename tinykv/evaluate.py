@@ -17,7 +17,7 @@ from tinykv.cache import KVCache
 from tinykv.kmeans import argmax
 from tinykv.model import same_model
 
-SLICE = 2 ** 24  # logits held at once, in numbers
+SLICE = 128  # targets whose logits are held at once: few enough for the caches of a CPU
 FAR = 128 * 1024  # tokens of the text for the last bit count, the column 128K
 LARGEST = 700  # nats: the exponential of a larger loss is no number
 STRETCH = 512  # targets whose losses are also averaged by themselves: what a loss is early in a window, and late
@@ -168,11 +168,10 @@ def add_predictions(result, model, hidden, exact, tokens, answers, start=1):
     head, weight = model.lm_head, model.lm_head.weight  # (vocab, D)
     if weight.dtype != torch.float32:
         head = copy.deepcopy(head).float()
-    size = max(1, SLICE // len(weight))  # targets at a time
     for row, target in enumerate(tokens[:, start:]):  # (T - start)
         nll, kl, losses, hits = 0.0, 0.0, [], []
-        for begin in range(0, len(target), size):
-            part = target[begin:begin + size]  # (n)
+        for begin in range(0, len(target), SLICE):
+            part = target[begin:begin + SLICE]  # (n)
             positions = slice(start - 1 + begin, start - 1 + begin + len(part))  # that predict them
             logits = head(hidden[row, positions].float())  # (n, vocab)
             logp = F.log_softmax(logits, dim=-1)  # (n, vocab)
