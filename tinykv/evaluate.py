@@ -4,6 +4,7 @@ fp16 goes first. Its hidden states stay in main memory for the comparison: D num
 vocabulary V is. The model's own head makes logits of them, and of each method's, a slice at a time.
 """
 import copy
+import inspect
 import math
 import time
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from tinykv import UserError, all_finite, at_least
-from tinykv.cache import KVCache
+from tinykv.cache import KVCache, made_with
 from tinykv.kmeans import argmax
+from tinykv.methods.base import Method
 from tinykv.model import same_model
 
 SLICE = 128  # targets whose logits are held at once: few enough for the caches of a CPU
@@ -41,6 +43,7 @@ class Result:
     targets: int = 0
     seconds: float = 0.0  # in the forward passes
     method: str = field(default="", compare=False)  # its repr
+    settings: str = field(default="", repr=False, compare=False)  # of the method and its codecs, and the protocol
     cache_bytes: int = 0  # of one window, the largest
     reads_codes: int = 0  # windows in which a query reads codes
     exact: list = field(default_factory=list, repr=False, compare=False)  # of fp16: hidden states (T, D) of each window
@@ -72,6 +75,9 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         check_reference(fp16, result, model)
     device, cache = model.lm_head.weight.device, cache_class(model, method, protocol, prompt)
     result.method = repr(method)
+    names = [*inspect.signature(type(method)).parameters, *Method.__annotations__]
+    settings = {name: str(getattr(method, name, None)) for name in names if name != "config"}
+    result.settings = repr([made_with(method), settings, protocol, prompt])
     # in inference mode torch is faster, but cannot tell whether somebody's own method writes into what it is shown
     mode = torch.inference_mode if type(method).__module__.startswith("tinykv.") else torch.no_grad
     for first in range(0, len(windows.tokens), batch):

@@ -49,8 +49,10 @@ COMMANDS = [
     (eval_ppl, SMALL, [
         ("--choose always", "--choose", "--prompt"), ("--prompt 32", "--prompt 32", "shorter than a window, 32"),
         (f"--method intactkv --prefix {ROOT}/docs/prompt.txt --prompt 9 --context 64", "the prefix", "tokens"),
-        ("--method kivi --bits 4,4", "rtn bits=4; give each value once"),
-        ("--method kvsink --preserve 5 --threshold 0.5", "kvsink is given preserve", "leave out what excludes it"),
+        ("--method kivi --bits 4,4", "rtn bits=4; give each value only once"),
+        ("--method kvsink --preserve 9 --threshold 0.5", "given preserve=9, threshold=0.5, and has preserve 0"),
+        ("--plot x.png --json x.png", "--plot x.png: --json writes there, too"),
+        ("--data empty.txt", "empty.txt holds no text"),
         ("--method kvsnik", "kvsnik", "did you mean kvsink?"), ("--metod rtn", "--metod", "did you mean --method?"),
         ("--contex=64", "--contex", "did you mean --context?"), ("--bits two --method rtn", "argument --bits"),
         (f"--method {ROOT}/eval_ppl.py", "eval_ppl.py:Class"),  # a file without its class
@@ -398,8 +400,13 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *((f"{n} times token 7 before BOS would be read", lambda n=n: MODEL.generate(torch.cat(
         [torch.full((1, n), 7), torch.tensor([[CONFIG.bos_token_id, 9]])], dim=1), 2)) for n in (1, 5)),
     ("max new tokens must be .* at least 0; got -5", lambda: MODEL.generate(TOKENS, -5)),
-    ("are of FP16.*, KIVI", lambda: sum_of([measure(MODEL, METHODS[name](CONFIG), WINDOWS)
-                                            for name in ("fp16", "kivi")])),
+    *((named, lambda several=several: sum_of([
+        measure(MODEL, METHODS[name](CONFIG, **settings), WINDOWS, *how) for name, settings, *how in several]))
+      for named, several in (
+        ("are of FP16.*, KIVI", [("fp16", {}), ("kivi", {})]),
+        ("same settings.* of KIVI.*8-bit V", [("kivi", {"k_bits": 8, "v_bits": 8, "recent": n}) for n in (0, 4)]),
+        ("same settings.* of KIVI.*8-bit V", [("kivi", {"k_bits": 8, "v_bits": 8, "group_size": n}) for n in (2, 4)]),
+        ("protocol.* of FP16", [("fp16", {}, "paper"), ("fp16", {}, "stream")]))),
     ("measure takes Windows", lambda: measure(MODEL, METHODS["fp16"](CONFIG), TOKENS)),
     ("made for a model's config.*None", lambda: METHODS["kivi"](None)),
     ("scheme is one of.*'None'", lambda: METHODS["rtn"](CONFIG, scheme=None)),
@@ -410,7 +417,7 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *((f"attention '{word}' reads the cache that computes it", lambda word=word, n=n: attending(word, n))
       for word, n in (("triton", 48), ("compiled", 1))),
     ("has no config; let its constructor call", lambda: edited(METHODS["rtn"](CONFIG), "config", None)),
-    ("is given recent, and has another", lambda: eval_ppl.compare(wrong_methods.Forgets, recent=4)),
+    ("Forgets is given recent=4, and has recent 0", lambda: eval_ppl.compare(wrong_methods.Forgets, recent=4)),
     ("codecs of their own", sharing), ("Affine has no `bits`", lambda: edited(METHODS["kivi"](CONFIG), "bits", None)),
     ("found with other settings", lambda:  # of another method
      restore_tables(METHODS["rtn"](CONFIG), tables_of(made("pfn", preserve=0)), MODEL)),

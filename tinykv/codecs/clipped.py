@@ -225,7 +225,7 @@ class ClippedGroups(Codec):
 def skvq(config, kind, bits, group_size=None,
          reorder: Annotated[str, "regroup the channels: on or off"] = "on",
          clip: Annotated[str, "both, endpoint, centre or none"] = "both",
-         alpha: Annotated[float | None, "the clip of all groups, such as 0.92, with --clip endpoint"] = None,
+         alpha: Annotated[float | None, "shrink all ranges by this factor, such as 0.92, without a search"] = None,
          metadata: Annotated[str, "scales and offsets: fp8 or fp16"] = "fp8",
          sensitivity="token"):
     """The codec of a layer's keys, or values: both kinds alike. Settings as of `ClippedGroups`."""

@@ -101,9 +101,12 @@ def check_counts(args, least, *flags):
 
 def check_outputs(args, **kinds):
     """UserError if an output of the command, {flag: kind of file}, cannot be written, or would replace what the program
-    did not write."""
+    did not write, or another output."""
+    places = {}  # {path: flag}
     for flag, kind in kinds.items():
         path = getattr(args, flag)
+        if path is not None and (other := places.setdefault(os.path.realpath(path), flag)) != flag:
+            raise UserError(f"--{flag} {path}: --{other} writes there, too; give each a file of its own")
         if path is None or kind == "folder" and os.path.isdir(path):  # which may hold all tables, read-only
             continue
         if not os.access(f"{Path(path).resolve().parent}/", os.W_OK):  # nor for a file in the place of a folder

@@ -271,5 +271,7 @@ def halves(path):
         raise UserError(f"no data called {path!r}, and no such file; give {', '.join(TEXTS)} or the "
                         f"path of a text file{did_you_mean(path, TEXTS)}")
     text = read_text(path)
+    if not text.strip():
+        raise UserError(f"{path} holds no text; give another file")
     middle = len(text) // 2
     return text[:middle], text[middle:]

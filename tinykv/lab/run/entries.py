@@ -82,8 +82,9 @@ def build_entries(args, config, tokenizer, check=None):
                     left_out[entry.label] = error
                     continue
                 if entry.title in entries:
-                    raise UserError(f"two rows are called {entry.title}; give each value once, and "
-                                    "each method another `name`")
+                    of_name = list(names.values()).count(name)
+                    raise UserError(f"two rows are called {entry.title}; give each "
+                                    + ("value only once" if of_name == 1 else "method another `name`"))
                 entries[entry.title] = entry
     return entries, left_out
 
@@ -102,8 +103,9 @@ def make_method(entry, asked, chosen, beside, config):
         entry.settings = {**settings_of(cls), **arguments}
     for setting in ("preserve", "recent", "block", "choose"):
         if arguments.get(setting) not in (None, getattr(method, setting)):
-            raise UserError(f"{entry.name} is given {setting}, and has another: leave out what excludes "
-                            f"it, or let its constructor set self.{setting}")
+            given = ", ".join(f"{name}={value}" for name, value in arguments.items())
+            raise UserError(f"{entry.name} is given {given}, and has {setting} {getattr(method, setting)}: leave out "
+                            f"one of them, or, in a method of your own, set self.{setting} in its constructor")
     check_method(method)
     entry.methods = [method]
     entry.beside = ", ".join(f"{setting}={value}" for setting, value in matched.items())

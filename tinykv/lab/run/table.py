@@ -250,9 +250,11 @@ def row_of(entry, args):
 
 def sum_of(results):
     """The sum of the `Result`s of the draws of a calibration."""
-    if len(methods := {result.method for result in results}) != 1:
-        raise UserError(f"a sum is of Results of one method; these are of {', '.join(sorted(methods)) or 'none'}")
-    total = Result(method=methods.pop())
+    kinds = {(result.method, result.settings) for result in results}
+    if len(kinds) != 1:
+        raise UserError("a sum is of Results of one method, with the same settings, protocol and prompt; these are of "
+                        + (", ".join(sorted(method for method, _ in kinds)) or "none"))
+    total = Result(method=results[0].method, settings=results[0].settings)
     for result in results:
         for name in ("nll", "nll_along", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets",
                      "reads_codes", "seconds"):
