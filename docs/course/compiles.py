@@ -73,6 +73,8 @@ def told_apart(kernel):
             inside.add(node.value)
             if re.match("_|handle$", node.attr):
                 return ast.unparse(node)
+        if isinstance(node, (ast.comprehension, ast.Lambda, ast.FunctionDef, ast.Global)):  # names of another scope
+            return ast.unparse(node)
         if isinstance(node, (ast.Attribute, ast.Name)) and node not in inside:
             first, *rest = ast.unparse(node).split(".")
             of_file = re.fullmatch(r"[\w.]+", ast.unparse(node)) and first not in own
@@ -84,12 +86,10 @@ def told_apart(kernel):
 def may_read(value, rest):
     """Whether a kernel may read what a name, and others behind it, stand for: numbers, kernels, and the language."""
     import triton
-    if isinstance(value, triton.language.constexpr):
-        value = value.value
-    return type(value) in (int, float)[len(rest):] or value in (
-        range, min, max, float, int, triton.cdiv, triton.next_power_of_2) or getattr(
-        value, "__module__", "").startswith(("triton.language", "math")) or isinstance(
-        value, triton.JITFunction) and not told_apart(value)
+    value = value.value if isinstance(value, triton.language.constexpr) else value
+    others = range, min, max, float, int, triton.cdiv, triton.next_power_of_2
+    return type(value) in (int, float)[len(rest):] or value in others or getattr(value, "__module__", "").startswith(
+        ("triton.language", "math")) or isinstance(value, triton.JITFunction) and not told_apart(value)
 
 
 def compiled(folder, file, kernels):

@@ -30,8 +30,6 @@ from docs.course import assignments, compare, compiles, confine, grade, gradesco
 from docs.course import conftest as course
 from docs.course.assignments import PAGE
 from tinykv import UserError
-from tinykv.lab.run import flags
-from tinykv.methods.registry import METHODS
 
 fcntl, resource = pytest.importorskip("fcntl"), pytest.importorskip("resource")  # Windows grades nothing
 ROOT = Path(__file__).parents[2]
@@ -197,40 +195,16 @@ def test_a_missing_starter_is_written_and_none_is_overwritten(run, tmp_path):
     assert assignments.write_missing(path) is None and path.read_text() == "mine"
 
 
-def test_what_is_not_written_yet_is_one_line(tmp_path):
-    """Of an assignment, however many tests it fails. What is wrong fails, and is told."""
-    path = tmp_path / "starter.py"
-    path.write_text(f"{given_text('kvsink')}\n\ndef outlier(hidden):\n    return 1, 2.0, 3\n", encoding="utf-8")
-
-    def run_tests():
-        os.chdir(ROOT)
-        sys.modules.pop("test_kvsink", None)  # the project's own
-        with open(tmp_path / "said", "w", encoding="utf-8") as sys.stdout:
-            assert pytest.main(["-qs", "docs/course/3-kvsink", "--file", str(path)]) == 1
-    assert forked(run_tests) == 0
-    lines = (tmp_path / "said").read_text(encoding="utf-8").splitlines()
-    assert len(lines) < 12 and any("right is" in line for line in lines)
-    assert "docs/course/3-kvsink: not written yet: find_outlier, observe, keep_keys" in lines
-    assert f"0 of {grade.points_of('kvsink')} points" in lines
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_an_assignment_is_whole(name, monkeypatch):
-    """80 points by tests and 20 by questions, a row of the handout's table for some tests, and commands that can be
-    given."""
+def test_an_assignment_is_whole(name):
+    """80 points by tests and 20 by questions, and a row of the handout's table for some tests."""
     points = [*grade.tests_in(name + PAGE).values(), *grade.tests_in(name).values()]  # in the order of the tests
     assert sum(points) == 80
     assert len(points) * course.LONGEST + 20 < confine.SECONDS  # a loop without an end costs no other test its time
-    folder, page = assignments.folder_of(name), read(name, "handout.md")
+    page = read(name, "handout.md")
     assert sum(map(int, re.findall(r"^\d\. \((\d+) points\)", page, re.MULTILINE))) == 20
     rows = [int(points) for points in re.findall(r"^\| \w* \|.*\| (\d+) \|$", page, re.MULTILINE)]
     assert sum(rows) == 80 and set(accumulate(rows)) <= set(accumulate(points))
-    monkeypatch.chdir(ROOT)
-    for command in re.findall(r"^ *python (eval_ppl.py .*)$", page, re.MULTILINE):
-        assert all(method in METHODS or method.startswith(f"docs/course/{folder.name}/starter.py:")
-                   for method in re.search(r"--method (\S+)", command)[1].split(","))
-        monkeypatch.setattr(sys, "argv", command.replace("starter.py", "answer.py").split())
-        flags.parse(about="")
 
 
 @pytest.mark.parametrize("ours, answer", [("kvsink", "3-kvsink/answer.py:KVSink"), ("ott", "4-ott/answer.py:OTT")])
@@ -349,7 +323,8 @@ def test_a_kernel_reads_nothing_that_tells_the_compiler_from_the_interpreter():
         return compiles.told_apart(SimpleNamespace(src=source, fn=SimpleNamespace(__globals__=scope)))
     for line in "y * triton.cdiv(K, N)", "math.log2(N) + tl.math.exp2(y)", "max(K, int(y.shape[0]))":
         assert read(line) == "", line
-    for line in ("triton.knobs.runtime.interpret", "y.handle", "E", "os", "isinstance", "tl.core", "tl", "y.__class__"):
+    for line in ("triton.knobs.runtime.interpret", "y.handle", "E", "os", "isinstance", "tl.core", "tl", "y.__class__",
+                 "lambda os: 0"):
         assert read(f"if K == N: {line}") == line
 
 
