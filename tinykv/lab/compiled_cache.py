@@ -26,6 +26,7 @@ TILE = 64  # tokens whose cosines and sines stay in the processor's cache
 SETTINGS = dict.fromkeys(["realize_reads_threshold", "realize_opcount_threshold", "realize_cpu_opcount_threshold",
                           "realize_acc_reads_threshold", "realize_cpu_acc_reads_threshold"], 2 ** 20)
 SETTINGS["cpp.enable_floating_point_contract_flag"] = "fast"
+SETTINGS["assert_indirect_indexing"] = False  # a code of b bits is below the 2^b centroids of its codebook
 
 
 def scores(q, codec, codes, cos=None, sin=None):

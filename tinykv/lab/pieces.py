@@ -4,11 +4,13 @@ Where `decode` writes all numbers to memory, a compiled loop has these in regist
 is decoded as a whole, so a codec of your own needs none.
 """
 import math
+from functools import reduce
+from operator import or_
 
 import torch
 
 from tinykv.codecs.affine import Affine
-from tinykv.codecs.base import TERNARY, largest_code, sections, to_rows, unpack
+from tinykv.codecs.base import TERNARY, largest_code, sections, unpack
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.codebook import Codebook
 from tinykv.codecs.nonuniform import NonUniform
@@ -64,8 +66,8 @@ def codebook(codec, codes, width):
     per_head = codec.width // codec.n
     code = codes_of(codes.packed, codec.code_bits, codec.slots, per_head)  # (B, 1, T, .., ..)
     code = by_heads(code, per_head).flatten(-2)  # (B, Hkv, T, d/n)
-    slot = torch.arange(codec.slots, device=code.device).view(-1, 1, per_head)  # (Hkv, 1, d/n)
-    x = codec.centroids.float().flatten(0, 1)[slot * codec.m + code]  # (B, Hkv, T, d/n, n)
+    first = torch.arange(0, codec.slots * codec.m, codec.m, device=code.device)  # (slots): centroids of those before
+    x = codec.centroids.float().flatten(0, 1)[first.view(-1, 1, per_head) + code]  # (B, Hkv, T, d/n, n)
     return x.flatten(-2).unflatten(-1, (-1, math.gcd(codec.n, width)))
 
 
@@ -102,12 +104,17 @@ def apart(codec, codes):
     """What `pieces` leave out: its places in (B, Hkv, n, d), as indices in one list, and how much; or None."""
     if type(codec) is not NonUniform or not codec.outliers:
         return None
-    plain = pieces(codec, codes, 0).flatten(-2)  # (B, Hkv, n, d)
-    more = codec.decode(codes) - plain  # (B, Hkv, n, d)
-    places = codes.places(codec.channels)  # (outliers): in (B, n, C)
-    at = torch.arange(more.numel(), device=more.device).view(more.shape)  # (B, Hkv, n, d)
-    at = to_rows(at).flatten()[places]  # (outliers)
-    return at, more.flatten()[at]
+    C, places = codec.channels, codes.places(codec.channels)  # (outliers): in (B, n, C)
+    row, channel = places // C, places % C  # (outliers) both
+    code = unpack(codes.packed[:, 0], codec.bits, C).flatten()[places].int()  # (outliers)
+    if codec.axis == "token":
+        mid, half = codes.mid.flatten()[row], codes.half.flatten()[row]  # (outliers) both
+    else:
+        mid, half = codec.mid[channel], codec.half[channel]  # (outliers) both
+    more = codes.values[0, 0].float() - (codec.levels.float()[code] * half.float() + mid.float())  # (outliers)
+    n, d, head = codes.packed.shape[2], codec.width, channel // codec.width
+    at = ((row // n * (C // d) + head) * n + row % n) * d + channel % d  # (outliers)
+    return at, more
 
 
 # Rows of codes
@@ -119,13 +126,15 @@ def codes_of(packed, bits, n, width):
     w = math.gcd(PIECE, width, *(part.size for part in parts))
     if w < 4 or bits == TERNARY:  # neighbours lie in different bytes, or no shift takes them apart
         return unpack(packed, bits, n).int().unflatten(-1, (-1, math.gcd(PIECE, width)))
-    codes = 0
+    of_parts = []
     for part in parts:
-        byte = packed[..., part.first:part.first + part.size].int().unflatten(-1, (-1, w))  # (..., pieces, w)
-        shifts = torch.arange(0, 8, part.bits, dtype=torch.int32, device=packed.device)  # (planes)
-        planes = byte[..., None, :, :] >> shifts[:, None, None] & largest_code(part.bits)  # (..., planes, pieces, w)
-        codes = codes | planes.flatten(-3, -2)[..., :n // w, :] << part.low  # (..., n/w, w)
-    return codes
+        code = packed[..., part.first:part.first + part.size].int().unflatten(-1, (-1, w))  # (..., pieces, w)
+        if part.bits < 8:
+            shifts = torch.arange(0, 8, part.bits, dtype=torch.int32, device=packed.device)  # (planes)
+            code = code[..., None, :, :] >> shifts[:, None, None] & largest_code(part.bits)  # (..., planes, pieces, w)
+            code = code.flatten(-3, -2)[..., :n // w, :]  # (..., n/w, w)
+        of_parts.append(code << part.low if part.low else code)
+    return reduce(or_, of_parts)
 
 
 def by_heads(code, width):
