@@ -9,7 +9,8 @@ and over coded values.
 import math
 import warnings
 from copy import copy
-from functools import cache, lru_cache
+from functools import cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,6 +22,7 @@ from tinykv.methods.antkv import AnTKV, equation_5
 from tinykv.model import turned
 
 LEAST = 2 ** 18  # coded numbers of the keys; fewer are decoded, and torch's own attention reads them sooner
+APART = WeakKeyDictionary()  # {codes: their matrix of `sparse`, or None}
 TILE = 64  # tokens whose cosines and sines stay in the processor's cache
 # no part of a loop is written to memory because it is long, and a product and a sum are one instruction
 SETTINGS = dict.fromkeys(["realize_reads_threshold", "realize_opcount_threshold", "realize_cpu_opcount_threshold",
@@ -33,12 +35,10 @@ def scores(q, codec, codes, cos=None, sin=None):
     """Queries q (B, Hkv, R, d) times the n coded keys: (B, Hkv, R, n). cos, sin (n, d/2): RoPE's tables, if keys are
     stored before it. Sums, not `@`: a product of matrices would need the keys in memory."""
     d, turn = q.shape[-1], rotation(codec)
-    if turn is None or cos is None:
-        K = pieces(codec, codes, d // 2)  # (B, Hkv, tokens, P, w)
-        if turn is not None:
-            q = q @ turn.to(q)
-    else:  # RoPE turns the keys themselves
-        K = decoded(codec, codes, d // 2)
+    # RoPE turns the keys themselves, which no rotation of the query replaces
+    K = (pieces if turn is None or cos is None else decoded)(codec, codes, d // 2)  # (B, Hkv, tokens, P, w)
+    if turn is not None and cos is None:
+        q = q @ turn.to(q)
     *tokens, P, w = K.shape[2:]
     of_row = K.unbind(-2)  # (B, Hkv, tokens, w) each
     if cos is not None:
@@ -75,8 +75,7 @@ def outputs(p, codec, codes):
 def compiled(function, simdlen):
     """`scores` or `outputs` as torch compiles it: a loop for each kind of codec, whose numbers are its constants."""
     from torch._inductor.compile_fx import compile_fx  # only now: it takes seconds
-    known = torch._inductor.list_options()
-    settings = {name: value for name, value in SETTINGS.items() if name in known}
+    settings = {name: value for name, value in SETTINGS.items() if name in torch._inductor.list_options()}
 
     def compile_graph(graph, inputs):
         # sums of any length are plain loops: in sums that are known to be long, torch calls a helper for each number
@@ -87,7 +86,11 @@ def compiled(function, simdlen):
 
 
 def run(function, x, rows, *tables):
-    """`scores` or `outputs` of the coded tokens of a CachedRows; compiled, once for all lengths."""
+    """`scores` or `outputs` of the coded tokens of a CachedRows: compiled, once for all lengths, and a matrix of what
+    `pieces` leave out, made when tokens are quantized."""
+    if rows.codes not in APART:
+        found = apart(rows.codec, rows.codes)
+        APART[rows.codes] = found and sparse(*found, rows.recent.shape, rows.n_coded, rows.kind, *tables)
     # integer zero points become floats before the loop: torch makes no vectors of int16
     codes = rows.codes
     if getattr(codes, "zero", codes.packed).dtype == torch.int16:
@@ -99,7 +102,8 @@ def run(function, x, rows, *tables):
         torch._dynamo.maybe_mark_dynamic(table, 0)
     if function is outputs:
         torch._dynamo.maybe_mark_dynamic(x, 3)
-    return compiled(function, SIMDLEN.get(type(rows.codec)))(x, rows.codec, codes, *tables)
+    out = compiled(function, SIMDLEN.get(type(rows.codec)))(x, rows.codec, codes, *tables)
+    return out if (matrix := APART[rows.codes]) is None else out + product(matrix, x)
 
 
 def sparse(places, x, shape, n, kind, cos=None, sin=None):
@@ -131,10 +135,6 @@ def product(matrix, x):
 class CompiledLayer(LayerCache):
     """A layer whose `update` returns, for one new token of each sequence, the attention's output (B, H, 1, d)."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.apart = {"k": (0, None), "v": (0, None)}  # coded tokens, and the matrix of what `pieces` leave out
-
     def for_attention(self, q, seen):
         if q.shape[2] > 1:
             return self.read()
@@ -164,10 +164,7 @@ class CompiledLayer(LayerCache):
             tables = [x[:n, x.shape[1] // 2:] for x in (cos, sin)]  # (n, d/2) both
         s = q @ recent.transpose(-2, -1)  # (B, Hkv, R, r)
         if n:
-            coded = run(scores, q, rows, *tables)  # (B, Hkv, R, n)
-            if (apart := self.matrix(rows, *tables)) is not None:
-                coded += product(apart, q)
-            s = torch.cat([coded, s], dim=-1)  # (B, Hkv, R, S)
+            s = torch.cat([run(scores, q, rows, *tables), s], dim=-1)  # (B, Hkv, R, S)
         if kept is not None:
             index, _ = places(rows, q)  # (B, Hkv, R, p)
             kept = kept.float()
@@ -185,20 +182,8 @@ class CompiledLayer(LayerCache):
             p.scatter_(-1, index, 0)
         out = out + p[..., n:] @ rows.recent.float()  # (B, Hkv, R, d)
         if n:
-            p = p[..., :n].contiguous()  # (B, Hkv, R, n)
-            out = out + run(outputs, p, rows)
-            if (apart := self.matrix(rows)) is not None:
-                out += product(apart, p)
+            out = out + run(outputs, p[..., :n].contiguous(), rows)
         return out
-
-    def matrix(self, rows, *tables):
-        """`pieces.apart` of the rows as a sparse matrix, made when tokens are quantized; None if nothing is apart."""
-        n, matrix = self.apart[rows.kind]
-        if n != rows.n_coded:
-            found = apart(rows.codec, rows.codes)
-            matrix = None if found is None else sparse(*found, rows.recent.shape, rows.n_coded, rows.kind, *tables)
-            self.apart[rows.kind] = rows.n_coded, matrix
-        return matrix
 
     def next_length(self):
         """An evaluation, too, reads a stream token by token."""
@@ -248,7 +233,7 @@ class CompiledCache(KVCache):
         super().reset()
 
 
-@lru_cache
+@cache
 def check_compiler(device):
     """UserError where torch cannot compile for the device."""
     try:
