@@ -175,16 +175,15 @@ def add_predictions(result, model, hidden, exact, tokens, answers, start=1):
     if weight.dtype != torch.float32:
         head = copy.deepcopy(head).float()
     for row, target in enumerate(tokens[:, start:]):  # (T - start)
-        nll, kl, losses, hits = 0.0, 0.0, [], []
+        kl, losses, hits = 0.0, [], []
         for begin in range(0, len(target), SLICE):
             part = target[begin:begin + SLICE]  # (n)
             positions = slice(start - 1 + begin, start - 1 + begin + len(part))  # that predict them
             logits = head(hidden[row, positions].float())  # (n, vocab)
             logp = F.log_softmax(logits, dim=-1)  # (n, vocab)
             losses.append(-logp.gather(1, part[:, None])[:, 0].double())  # (n): of the text's own tokens
-            nll += losses[-1].sum().item()
             if not logits.sum().isfinite():  # also where the text's own tokens have finite ones
-                nll = math.nan
+                losses[-1].fill_(math.nan)
             top = top_fp16 = argmax(logp)  # (n)
             if exact is not None:
                 logp_fp16 = F.log_softmax(head(exact[row][positions].float()), dim=-1)  # (n, vocab)
@@ -193,12 +192,13 @@ def add_predictions(result, model, hidden, exact, tokens, answers, start=1):
             result.agree += (top == top_fp16).sum().item()
             hits.append(top == part)
 
-        loss = nll / len(target)
+        losses = torch.cat(losses)  # (T - start)
+        loss = losses.mean().item()
         if not math.isfinite(loss + kl) or loss > LARGEST:
             raise UserError(f"its logits are not finite, or its loss of {loss:g} nats has no perplexity; "
                             "use another --dtype, or other weights")
         result.nll.append(loss)
-        result.nll_along.append([part.mean().item() for part in torch.cat(losses).split(STRETCH)])
+        result.nll_along.append([part.mean().item() for part in losses.split(STRETCH)])
         result.kl.append(kl)
         if exact is None:
             result.exact.append(hidden[row].cpu())

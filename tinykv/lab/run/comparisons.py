@@ -64,7 +64,7 @@ def compared_with(title, name, titles):
 
 # --plot
 
-def lines_of(rows, varied=BITS_SETTINGS):
+def lines_of(rows, varied):
     """{name of a line: its rows}.
 
     A row's title is its method, the settings that were swept, and the weights: "pfn scheme=kvquant bits=2". The rows of
