@@ -44,11 +44,9 @@ def parser():
     p = Parser(prog="python -m docs.course.handout", description=__doc__.split("\n\n")[0])
     p.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
     p.add_argument("--pages", metavar="NAMES", default="affine",
-                   help="whose page.py is handed out: later pages show what earlier ones ask for, so a page is "
-                        "handed out when its assignment begins, by `python -m docs.course.assignments`")
+                   help="whose page.py is handed out; a later page shows what earlier ones ask for")
     p.add_argument("--assignments", metavar="NAMES", default=",".join(name for name in ANSWERS if name not in CORE),
-                   help="whose answers are taken out; without `affine` and `cache`, on which all else runs, unless you "
-                        "name them")
+                   help="whose answers are taken out; those of `affine` and `cache` only if you name them")
     return p
 
 

@@ -5,7 +5,6 @@ WRONG = {
         "            if positions is None:\n"
         "                self.keys.kept_positions = self.values.kept_positions = None\n"
         "            if positions is not None:\n"),
-    "paper_quantizes_all_again": ("            return waiting\n", "            return self.length\n"),
     "asks_always": ("if n > 0:", "if True:"),
     "remembers_a_text_in_the_method": (
         "        first = torch.arange(min(self.preserve, layer.length))\n"

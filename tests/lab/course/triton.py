@@ -20,9 +20,6 @@ WRONG = {
 
 # of the page
 PAGE = {
-    "high_bits_first": ("c // W * BITS", "8 - BITS - c // W * BITS"),
-    "neighbours": ("c % W, c // W * BITS", "c // (D // W), c % (D // W) * BITS"),
-    "not_masked": ("x >> shift[None] & (2 ** BITS - 1)", "x >> shift[None]"),
     "masked_for_2_bits": ("& (2 ** BITS - 1)", "& 3"),
     "quarters_of_the_head": ("c % W, c // W", "c % (D // 4), c // (D // 4)"),
     "the_first_group": ("(kv * C + first) // GROUP * D + c", "kv * C // GROUP * D + c"),
