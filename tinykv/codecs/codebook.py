@@ -13,11 +13,11 @@ over the sub-vectors x_j of calibration tokens. `sensitivity` says what w_j is, 
                sub-vectors (AnTKV)
     "fisher-root", "token-squared"   the same with the other's exponent: CQ's norm is squared, AnTKV's is not
 
-In each window the largest thousandth of the weights is clamped to the next largest, or the gradients of the sinks would
-decide the codebooks alone. Gradients are uneven all the same: N weighted sub-vectors fix the centroids no better than
-(sum w)^2 / sum w^2 of equal weight would (Kish's effective sample size), and that is a few in a hundred of N or fewer.
-So weighted codebooks are calibrated on more text, and the table prints the effective number, with a warning where it is
-below FEWEST for each centroid (`CodebookMethod`).
+In each window the largest thousandth of the weights is clamped to the next largest; otherwise the sinks' gradients
+alone would determine the codebooks. Gradients are uneven all the same: N weighted sub-vectors fix the centroids no
+better than (sum w)^2 / sum w^2 of equal weight would (Kish's effective sample size), and that is a few in a hundred of
+N or fewer. So weighted codebooks are calibrated on more text, and the table prints the effective number, with a warning
+where it is below FEWEST for each centroid (`CodebookMethod`).
 
 Each slot of each KV head, of K or V of a layer, has a codebook of its own. Together they take 2 C m numbers a layer,
 whatever n, where C = Hkv * d: as much as m tokens of 16 bits.
@@ -150,7 +150,7 @@ def drawn(points, weights, n):
 
 def make_codebooks(config, vq: Annotated[str | None, "dNmM: N channels share one of M centroids"] = None, bits=None,
                    sensitivity: Annotated[str, "weights of the fit: token, token-squared, fisher, fisher-root, "
-                                               "fisher-range, none"] = "fisher"):
+                                               "none; kvquant: fisher-range, fisher, none"] = "fisher"):
     """[Pair] of all layers.
 
     The format is given by its name (vq), or by one of the bits in FORMATS; the default is d8m256.

@@ -25,8 +25,8 @@ Paper and practice.
   is left out of everything, and here it is.
 - In a row of values, the released code calls everything at or beyond two percentiles an outlier: at least two numbers,
   which is 3% of a row of 64. Here it is round(outliers * C) numbers, the furthest from the row's median.
-- Q-Norm is on here at 2 bits (`q_norm="off"`). In the released code it is off, and crashes if it is on: it calls a
-  function with an argument that it does not take.
+- Q-Norm is on here at 2 bits (turn it off with `q_norm="off"`). In the released code it is off, and crashes if it is
+  on: it calls a function with an argument that it does not take.
 """
 from typing import Annotated
 

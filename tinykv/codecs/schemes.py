@@ -14,12 +14,13 @@ To add a codec, write a file with a class of `encode` and `decode` (`base.py`) a
 line to SCHEMES: `--scheme NAME` then gives it to any method.
 
 Any method whose own idea is which tokens to keep can stand on any of these pairs. The first four round to integers
-(`affine.py`). Without a group size, a group is one head of a token, or 128 tokens of a channel. The papers use 128 for
-both, which is one head of a LLaMA; here a group of channels is never longer than a head.
+(`affine.py`). For these four, without a group size, a group is one head of a token, or 128 tokens of a channel. The
+papers use 128 for both, which is one head of a LLaMA; here a group of channels is never longer than a head.
 
-Paper and practice. Keys are quantized after RoPE per token and per dynamic channel (as KIVI does: a group of 128 tokens
-spans few turns), and before RoPE per static channel. KVQuant found each the better of the two: RoPE mixes a pair of
-channels over the positions, and so widens a channel's range. KVSink does not say what it did.
+Paper and practice. RoPE turns each pair of channels with the position, and so widens a channel's range. KVQuant found
+keys per channel and static better before RoPE, and keys per token better after it; so they are here. Per dynamic
+channel they are quantized after it, as KIVI does. Within a group of 128 tokens, half of the channels make less than a
+quarter of a turn, and a third more than a whole one (theta = 10,000). KVSink does not say what it did.
 """
 from functools import partial
 from typing import Annotated

@@ -5,7 +5,9 @@ The same on a page that runs alone: docs/ladder/2_window.py.
     When: the R newest tokens stay in full precision, older ones are quantized G at a time.
 
 A few channels of the keys are large in all tokens. With a grid for each channel they cost the other channels nothing.
-Values have no such channels; a grid for each token keeps an error within that token. Keys are quantized after RoPE.
+Values have no such channels; a grid for each token keeps an error within that token. Keys are quantized after RoPE, and
+so need no rotation when they are read. RoPE widens a channel's range, but within 32 tokens two thirds of the channels
+make less than a quarter of a turn (theta = 10,000, 64 or 128 channels).
 Both grids are dynamic:
     z = min(X),  s = (max(X) - min(X)) / (2^B - 1),  Q(X) = round((X - z) / s),  X' = s Q(X) + z
 This is the scheme `channel-dynamic`; KIVI adds the window of recent tokens.
@@ -14,8 +16,8 @@ Paper and practice.
 - The released code has no floor under s. A constant group divides 0 by 0 and is read as NaN.
 - The released code quantizes its whole window of R keys each time the window is full, and one value a step: attention
   sees 1 to R keys in full precision, and R + 1 values. Here values are quantized together with the keys, G at a time,
-  and attention sees R + 1 to R + G of both. `recent=0, group_size=R` is the released way with the keys, `v_block=1` the
-  released way with the values.
+  and attention sees R + 1 to R + G of both (the new token among them). `recent=0, group_size=R` is the released way
+  with the keys, `v_block=1` the released way with the values. They cannot be combined: `recent` is that of both.
 - G and R are 32 and 128, as in the released LongBench table; the released command line has 128 and 128. Its authors
   advise 4 bits for grouped-query attention. Where a head is shorter than G, the values' group is the head.
 - KIVI reports no perplexity of its own. Under the `paper` protocol there is no window, and the last group of a text is

@@ -8,8 +8,8 @@ The same on a page that runs alone: docs/ladder/4_groups.py.
 
 Calibration, for the keys and the values of each layer, then a token at a time (`codecs/clipped.py`):
 1. Reorder. k-means puts channels of similar (smallest, largest) value into one group, over all KV heads.
-2. Clip. Each group gets the alpha of 1.00, 0.98, .. 0.60 that leaves the smallest sum of w (X - X')^2 over the
-   calibration tokens, where w is the norm of the loss's gradient with respect to the token's row.
+2. Clip. Each group gets the alpha of 1.00, 0.98, .. 0.60 (0.20 for 1 and 1.5 bits) that leaves the smallest sum of
+   w (X - X')^2 over the calibration tokens, where w is the norm of the loss's gradient with respect to the token's row.
 3. Quantize a token's numbers X of a group to N bits, on a grid of their own:
        h = alpha (max(X) - min(X)) / (2^N - 1)             h and z are first rounded to FP8
        code = clamp(round((X - z) / h), 0, 2^N - 1)        z: the lower end of the clipped range
