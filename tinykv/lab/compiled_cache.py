@@ -166,7 +166,7 @@ class CompiledLayer(LayerCache):
         if n:
             s = torch.cat([run(scores, q, rows, *tables), s], dim=-1)  # (B, Hkv, R, S)
         if kept is not None:
-            index, _ = places(rows, q)  # (B, Hkv, R, p)
+            index = places(rows, q)  # (B, Hkv, R, p)
             kept = kept.float()
             if self.method.rope == "pre":
                 kept = turned(kept, cos[index[:, :, 0]], sin[index[:, :, 0]])
@@ -177,7 +177,9 @@ class CompiledLayer(LayerCache):
         """p (B, Hkv, R, S) -> the weighted sum of the values, (B, Hkv, R, d)."""
         rows, n, out = self.values, self.values.n_coded, 0
         if rows.kept_rows is not None:
-            index, times = places(rows, p)  # (B, Hkv, R, p) both
+            index = places(rows, p)  # (B, Hkv, R, p)
+            first = index[:, :, :1]  # (B, Hkv, 1, p)
+            times = (first[..., :, None] == first[..., None, :]).sum(-1)  # (B, Hkv, 1, p): how often a head names it
             out = p.gather(-1, index) / times @ rows.kept_rows.float()
             p.scatter_(-1, index, 0)
         out = out + p[..., n:] @ rows.recent.float()  # (B, Hkv, R, d)
@@ -200,7 +202,7 @@ class CompiledLayer(LayerCache):
         for i, rows in enumerate((self.keys, self.values)):
             parts = [p[..., rows.n_coded:]]  # recent | kept
             if rows.kept_rows is not None:
-                parts.append(p.gather(-1, places(rows, p)[0]))  # (B, Hkv, R, p)
+                parts.append(p.gather(-1, places(rows, p)))  # (B, Hkv, R, p)
             scores = [equation_5(A, q_norm)[i] for A in parts]  # (B, Hkv, r or p) each
             rows.finite = rows.finite & torch.stack([x.isfinite().all() for x in scores]).all()
             rows.accumulate(scores[0], scores[1] if scores[1:] else None)
@@ -211,10 +213,8 @@ class CompiledLayer(LayerCache):
 
 
 def places(rows, q):
-    """Of each kept token its position, and how often the head names it: (B, Hkv, R, p) both."""
-    positions = rows.kept_positions.long()  # (B, 1 or Hkv, p)
-    times = (positions[..., :, None] == positions[..., None, :]).sum(-1)  # (B, 1 or Hkv, p)
-    return [x[:, :, None].expand(*q.shape[:3], -1) for x in (positions, times)]
+    """Each kept token's position: (B, Hkv, R, p)."""
+    return rows.kept_positions.long()[:, :, None].expand(*q.shape[:3], -1)  # kept_positions (B, 1 or Hkv, p)
 
 
 class CompiledCache(KVCache):
