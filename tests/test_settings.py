@@ -4,6 +4,7 @@ import torch
 from cases import chunk_of, model_of, schemes_of, takes
 
 from tinykv import UserError
+from tinykv.codecs.base import Exact
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.lab.run.entries import combinations
 from tinykv.lab.run.settings import settings_of
@@ -38,6 +39,15 @@ def test_which_schemes_a_method_stands_on():
     for name, cls in METHODS.items():
         dynamic = ["token-dynamic", "channel-dynamic"]
         assert schemes_of(cls) in ([None], dynamic if name == "intactkv" else list(SCHEMES)), name
+
+
+def test_whole_bits_reach_a_scheme_as_an_integer(monkeypatch):
+    given = []
+    monkeypatch.setitem(SCHEMES, "mine", (lambda config, kind, bits: given.append(repr(bits)) or Exact(), "pre"))
+    METHODS["rtn"](CONFIG, 4.0, 1.5, scheme="mine")
+    assert given == ["4", "1.5"] * CONFIG.num_hidden_layers
+    with pytest.raises(UserError, match="got 9$"):
+        METHODS["rtn"](CONFIG, 9.0)
 
 
 def test_a_default_of_ones_own_overrides_the_inherited_one():

@@ -461,6 +461,15 @@ def test_a_command_replaces_what_it_wrote(command, tmp_path, plot, begins):
         assert (tmp_path / plot).read_bytes().startswith(begins)
 
 
+@pytest.mark.parametrize("of_others, data, times", [(True, "tales", 2), (True, "tests/lab/prose.txt", 0),
+                                                    (False, "tales", 0)])
+def test_a_table_says_twice_that_the_text_is_not_the_models(of_others, data, times, one_layer):
+    """Above its rows, and below them."""
+    model = one_layer if of_others else EMBEDDED
+    head, rows = repr(eval_ppl.compare("fp16", model, data=data, context=32, windows=1)).split("\n\n")
+    assert [part.count("was written for the embedded model") for part in (head, rows)] == [times // 2] * 2
+
+
 def test_a_notebook_shows_rows_as_tables_and_draws_them():
     rows = eval_ppl.compare("rtn", bits=[2, 4], vs="fp16", context=32, windows=2, calib_windows=2)
     html = rows._repr_html_()

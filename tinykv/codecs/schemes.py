@@ -80,6 +80,8 @@ def make_codecs(config, scheme, k_bits, v_bits, centre="off", **settings):
     make_codec, _ = SCHEMES[scheme]
 
     def codec(kind, bits):
+        if isinstance(bits, float) and bits.is_integer():  # so that 2 ** bits is an integer
+            bits = int(bits)
         made = make_codec(config, kind, 8 if bits == 16 else bits, **settings)  # which refuses what cannot be
         if centre == "on" and kind == "k":
             made = Centred(made)

@@ -72,8 +72,13 @@ class Table(list):
             self.say(model.heading())
         self.say(f"data {args.data}: {args.windows} windows of {args.context} tokens, "
                  f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}")
+        self.say(*self.of_other_text())
+
+    def of_other_text(self):
+        """A line, if the text was written for another model."""
+        args = self.args
         if args.data in VOCABULARIES and args.model != str(hf.EMBEDDED):
-            self.say(f"{args.data} was written for the embedded model; --data wikitext2 or a file is a text for others")
+            yield f"{args.data} was written for the embedded model; --data wikitext2 or a file is a text for others"
 
     def say_what_was_found(self, model, models, windows):
         """What the rows are measured with, the weights, what calibration found, when tokens are chosen; and the head of
@@ -125,7 +130,7 @@ class Table(list):
                 self.say(f"{entry.title} failed: {cli.reason(entry.error)}")
                 if not isinstance(entry.error, UserError):
                     self.say("".join(traceback.format_exception(entry.error)).rstrip())
-        self.say(*no_news(self.measured()))
+        self.say(*no_news(self.measured()), *self.of_other_text())  # the latter again, as the head scrolls away
         if self.args.vs is not None:
             self.say("", comparisons.compared_with_one(self.measured(), self.args.vs))
         if self.args.plot:
