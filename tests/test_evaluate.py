@@ -167,7 +167,7 @@ def kivi(recent=4, v_block=None):
      "stream", None, [24, 8, 8]),
 ])
 def test_a_stream_comes_in_chunks_that_end_where_blocks_do(model, method, protocol, prompt, sizes):
-    found, windows = [], Windows(torch.full((1, sum(sizes)), 3), [[]])
+    found, windows = [], Windows(torch.full((1, sum(sizes)), 3), [[]]).predicted_from(prompt or 1)
 
     class Noting(KVCache):
         def expect(self, tokens):
@@ -190,7 +190,7 @@ MEAN = sum(range(4, 12)) / 8  # from 4 to 11 recent tokens
 @pytest.mark.parametrize("batch", [1, 5])
 def test_the_recent_part_counts_at_its_mean(model, windows, method, protocol, prompt, k, v, batch):
     """Keys and values may be quantized up to different tokens."""
-    found = measure(model, method, windows, protocol, batch, prompt=prompt)
+    found = measure(model, method, windows.predicted_from(prompt or 1), protocol, batch, prompt=prompt)
     for length, bits in ((21, found.bits[0]), (FAR, found.bits_far[0])):
         of_keys, of_values = ((coded * (length - recent) + 16 * recent) / length for coded, recent in (k, v))
         assert bits == pytest.approx((of_keys + of_values) / 2)

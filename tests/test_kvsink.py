@@ -137,6 +137,14 @@ def test_kvsink_without_an_outlier_is_pfn(protocol):
     assert torch.equal(case.run(method, tokens)[0], case.run(case.method(), tokens)[0])
 
 
+@pytest.mark.parametrize("threshold", [None, 0.5])
+def test_a_model_without_an_outlier_keeps_first_tokens(threshold):
+    method = KVSink(model_of(1).config, 3, threshold=threshold)
+    method.fit([torch.ones(2, 9, D)] * (L + 1))  # (W, T, D): no token stands out
+    kept = method.keep_keys(SimpleNamespace(layer=1, length=9, keys=SimpleNamespace(recent=torch.ones(1, 1, 9, d))), 9)
+    assert kept.flatten().tolist() == [0, 1, 2] and "the first 3 tokens are kept" in method.describe()
+
+
 @pytest.mark.parametrize("threshold", [None, 0.25, 0.5, 1])
 @given(st.data())
 def test_the_sinks_so_far_against_plain_lists(threshold, data):
@@ -168,7 +176,7 @@ def test_the_sinks_so_far_against_plain_lists(threshold, data):
 
 def test_the_control_keeps_as_many_tokens():
     """The five largest, and others by chance; as many places as there are marks."""
-    method = Chance(model_of(1).config, emergence_layer=1, outlier_channel=2, threshold=0.5)
+    method = Chance(model_of(1).config, emergence_layer=0, outlier_channel=2, threshold=0.5)
     for marks in ([3, 1, 7, 8, 9, 2, 4], [3, 1]):
         text = SimpleNamespace(layer=2, length=20, shared=SimpleNamespace(sinks=torch.tensor([marks])))
         kept, = method.keep_keys(text, 20)[0].tolist()

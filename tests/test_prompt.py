@@ -140,6 +140,13 @@ def test_a_group_that_is_not_full_waits_for_the_tokens_after_the_prompt():
         assert [(layer.keys.n_coded, layer.values.n_coded) for layer in cache.layers] == [(4, 4)] * L
 
 
+def test_keys_and_values_are_cut_where_groups_of_both_end():
+    method = METHODS["kivi"](CONFIG, group_size=6, recent=0)
+    method.codecs = [Pair(Affine(2, WIDTH, "channel", 3), Affine(2, WIDTH, "channel", 2))] * L
+    _, cache = read_by_cache(method, "paper", 9, [9], 1)
+    assert [(layer.keys.n_coded, layer.values.n_coded) for layer in cache.layers] == [(6, 6)] * L
+
+
 @pytest.fixture(scope="module")
 def model():
     return random_model(CONFIG).double()

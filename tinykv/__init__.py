@@ -24,8 +24,7 @@ class UserError(ValueError):
 
 
 def at_least(least, **settings):
-    """UserError if a setting is no whole number, below what it can be, or beyond what anything has; None is no
-    setting."""
+    """UserError unless each setting is None or a whole number from `least` to 2^31 - 1."""
     for name, value in settings.items():
         if value is not None and not (hasattr(value, "__index__") and least <= value < 2 ** 31):
             raise UserError(f"{name.replace('_', ' ')} must be a whole number of at least {least}; got {value!r}")

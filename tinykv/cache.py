@@ -24,6 +24,7 @@ tokens it keeps once, at the end of the prompt.
 """
 import copy
 import inspect
+import math
 from collections import ChainMap
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -276,7 +277,7 @@ class LayerCache:
             if self.prompt is None:
                 return self.length  # a whole text, none of which is coded yet
             # cut keys and values at the same token: a later token cannot join a group that is not full
-            group = max(self.keys.codec.tokens_per_group, self.values.codec.tokens_per_group)
+            group = math.lcm(self.keys.codec.tokens_per_group, self.values.codec.tokens_per_group)
             return self.length - self.length % group
         # leave the newest `method.recent` tokens; of the others, take whole blocks
         old = max(0, self.length - rows.n_coded - self.method.recent)
@@ -317,6 +318,8 @@ class LayerCache:
 class KVCache:
     """The cache of a batch of sequences of equal length, one `LayerCache` a layer: `model(tokens, cache)`.
 
+    protocol: what the queries of one forward see of its own tokens. "stream": full precision, so that the perplexity of
+    a single forward is fp16's, whatever the method; "paper": what will be held, as `evaluate.measure` has it.
     prompt: P, if the text begins with a prompt. Its first P tokens, including a prefix, arrive in one forward. If the
     method has a `prefix`, the cache begins with its keys and values, and the model reads only what follows the prefix.
     """
@@ -517,10 +520,11 @@ def check_model(method, model):
 
 
 def made_with(method):
-    """What tables depend on, beside the model and its text: the method, where keys are stored, what is kept, and how
-    codecs were made. Of a codec it sees the class, and those arguments of its constructor that are attributes, and
-    texts or numbers; of what `Method.fit` reads, only `preserve`."""
-    settings = [type(method).__name__, method.rope, 0 if method.uses_scores else method.preserve]  # it scores none
+    """What calibrated tables depend on besides the model and the text: the method's class and what it keeps, `rope`,
+    and each codec's class and constructor arguments (those that it stores as text or numbers)."""
+    keeps = [] if method.uses_scores else ["preserve", "threshold"]  # calibration has no scores
+    keeps += [] if method.needs_text else method.found  # what is given, not searched for
+    settings = [type(method).__name__, method.rope, *(getattr(method, name, None) for name in keeps)]
     for _, _, codec in method.each_codec():
         names = inspect.signature(type(codec)).parameters
         values = [value for name in names if isinstance(value := getattr(codec, name, None), str | int | float)]

@@ -27,10 +27,7 @@ STRETCH = 512  # targets whose losses are also averaged by themselves: what a lo
 
 @dataclass
 class Result:
-    """What one method did: sums over windows, and lists of what each window has.
-
-    Numbers that need not be whole are listed window by window.
-    """
+    """What one method did: sums over windows, and lists of what each window has."""
     nll: list = field(default_factory=list)  # mean negative log-likelihood, in nats
     nll_along: list = field(default_factory=list)  # [the same of each STRETCH targets, the last ones may be fewer]
     kl: list = field(default_factory=list)  # sum over targets of KL(fp16 || method), in nats; [] without fp16
@@ -64,16 +61,21 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
 
     fp16: the Result of fp16 on the same windows; None: this is it. bar: an object with `update(n)`, called with n, how
     many more windows are finished. cache_class: `KVCache`, or a class of caches that compute attention themselves.
-    prompt: P, if the first P tokens of each window arrive at once, and the others as in a stream.
+    prompt: P, if the first P tokens of each window arrive at once, and the others as in a stream. They are not
+    predicted: give `windows.predicted_from(P)`.
     """
     at_least(1, batch=batch)
     if not hasattr(windows, "answers"):
         raise UserError("measure takes Windows, as load_windows gives them, or Windows(tokens, [[]] * len(tokens)), "
                         f"not a {type(windows).__name__}")
+    if windows.start < (prompt or 1):
+        raise UserError(f"tokens of the prompt would be predicted; give windows.predicted_from({prompt})")
     result = Result(windows=replace(windows), model=model.identity())  # a copy: the caller may edit theirs
     if fp16 is not None:
         check_reference(fp16, result, model)
     device, cache = model.lm_head.weight.device, cache_class(model, method, protocol, prompt)
+    if cache.start and fp16 is None:
+        raise UserError("predictions at a prefix are fp16's; give fp16=, the Result of fp16 on these windows")
     result.method = repr(method)
     names = [*inspect.signature(type(method)).parameters, *Method.__annotations__]
     settings = {name: str(getattr(method, name, None)) for name in names if name != "config"}
@@ -214,8 +216,8 @@ def count_bits(result, cache, tokens):
 
     In a stream the recent part grows from R to R + block - 1 tokens and shrinks to R again. It is counted at its mean
     over that cycle, so that no length flatters a method. The other tokens count as quantized. A text that is too short
-    for any token to be quantized counts as it is, and as 16 bits at 128K. A layer may have dropped codes that no later
-    query sees, those of `gone` tokens: these count nowhere, and at 128K it holds a window.
+    for any token to be quantized counts as it is, and as 16 bits at 128K. A layer with a sliding window drops
+    codes that no later query sees. The `gone` tokens count nowhere, and at 128K it holds a window.
     """
     (B, T), method = tokens.shape, cache.method
     result.cache_bytes = max(result.cache_bytes, cache.nbytes // B)

@@ -331,8 +331,8 @@ class Llama(nn.Module):
 
         Returns (B, T + new). Stops early once every row has produced `eos`, an id or several; a row that is done
         repeats the first of them. Texts of a batch are equally long: padding is read as text. Without a cache the whole
-        text is read again for every token. With one, `tokens` are what it has not read: after a `generate`, the last
-        token of its output, and what comes after it.
+        text is read again for every token. With one, give only tokens that it has not read: never a prompt that a
+        forward has read; after a `generate`, the last token of its output, and what comes after it.
         """
         if not (cache is None or hasattr(cache, "expect")):
             raise UserError(f"generate takes a cache, such as KVCache(model, method); got {cache!r}")

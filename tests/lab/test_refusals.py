@@ -144,7 +144,7 @@ METHODS_REFUSE = {
                *(("threshold is a share", {"threshold": share}) for share in (0, 1.1, math.nan)),
                *(("both the emergence layer and the outlier channel", {"emergence_layer": layer,
                                                                        "outlier_channel": channel})
-                 for layer, channel in ((0, None), (None, 0), (L, 0), (0, D), (-1, 0))),
+                 for layer, channel in ((0, None), (None, 0), (L - 1, 0), (0, D), (-1, 0))),
                ("a block of 12 tokens", {"scheme": "channel-dynamic", "group_size": 8, "block": 12})],
     "kivi": [*(("recent of KIVI", {"recent": n}) for n in (-1, -5, 2.5)),
              *(("v block must be", {"v_block": n}) for n in (0, 1.5)), ("group size", {"group_size": "8"})],
@@ -304,7 +304,7 @@ def prefixed(edit):
     prefix.fill(MODEL, MODEL)
     KVCache(MODEL, IntactKV(CONFIG, prefix))
     edit(prefix)
-    KVCache(MODEL, IntactKV(CONFIG, prefix))
+    return KVCache(MODEL, IntactKV(CONFIG, prefix)).method
 
 
 def pruned():
@@ -425,6 +425,8 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
        restore_tables(METHODS[name](CONFIG, **two), tables_of(made(name, **one)), MODEL)) for name, one, two in [
            ("rtn", {"k_bits": 2}, {"k_bits": 4}), ("rtn", {"scheme": "token-static"}, {"scheme": "channel-static"}),
            ("rtn", {"rope": "pre"}, {"rope": "post"}), ("pfn", {"preserve": 1}, {"preserve": 9}),
+           ("kvsink", {"emergence_layer": 0, "outlier_channel": 1}, {"emergence_layer": 0, "outlier_channel": 2}),
+           ("kvsink", {"threshold": 0.5}, {"threshold": 0.05}),
            ("skvq", {"group_size": 16}, {"group_size": 8}), ("cq", {"vq": "d4m8"}, {"vq": "d4m4"})]),
     *(("tables are missing, have other shapes", lambda edit=edit: restored(edit)) for edit in (
         lambda tables: tables.pop("1.k.zero"), lambda tables: tables.pop(MADE_WITH),
@@ -435,6 +437,10 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
         ("another method", "kivi", WINDOWS), ("other windows", "fp16", Windows(TOKENS.flip(0), [[], []])),
         ("other windows", "fp16", Windows(TOKENS[:1], [[]])), ("other windows", "fp16", WINDOWS.predicted_from(9)))),
     ("of other windows", windows_edited),
+    (r"give windows.predicted_from\(9\)", lambda: measure(MODEL, METHODS["fp16"](CONFIG), WINDOWS, prompt=9)),
+    ("at a prefix are fp16's; give fp16=", lambda: measure(MODEL, prefixed(lambda prefix: None), WINDOWS)),
+    ("axis is one of token, channel", lambda: Affine(2, 8, "channels")),
+    ("formula is one of.*mean integer-zero?", lambda: Affine(2, 8, formula="integer_zero")),
     *(("the first target is from 1 to 47", lambda given=given: Windows(TOKENS, *given))
       for given in (([[(47, 49)], []], 1), ([[(-2, 3)], []], 1), ([[(9, 9)], []], 1), ([[]], 1), ([[], []], 0),
                     ([[], []], -5), ([[], []], 48))),

@@ -24,6 +24,7 @@ of 1.0 to 0.1. KVSink's equations also clip max and min; here neither is clipped
 import torch
 from torch.nn.functional import pad
 
+from tinykv import one_of
 from tinykv.codecs.base import Codec, Codes, channel_ranges, known_bits, largest_code, pack, unpack
 
 FORMULAS = ("offset", "integer-zero")
@@ -41,6 +42,8 @@ class Affine(Codec):
 
     def __init__(self, bits, width, axis="token", group=None, formula="offset", static=False):
         """width: d, the channels of a head."""
+        one_of(("token", "channel"), axis=axis)
+        one_of(FORMULAS, formula=formula)
         self.bits = known_bits(bits)
         self.width, self.axis, self.formula, self.static = width, axis, formula, static
         self.needs_text = static

@@ -25,8 +25,9 @@ TERNARY = 1.5  # nominal bits of three levels: five codes fit a byte (1.6 bits);
 class Codes:
     """Quantized keys, or values, of one layer: `packed`, and what else the codec stores, under names of its own.
 
-    Dimension 2 of each tensor runs along the tokens. packed (B, Hkv, T, bytes of a row) uint8, or (B, Hkv, T, d) in 16
-    bits where nothing is quantized. Codecs that treat all heads of a token as one row have 1 instead of Hkv.
+    Dimension 2 of each tensor grows with the text: along tokens, groups of tokens, or outliers. packed (B, Hkv, T, bytes
+    of a row) uint8, or (B, Hkv, T, d) in 16 bits where nothing is quantized. Codecs that treat all heads of a token as
+    one row have 1 instead of Hkv.
     """
 
     def __init__(self, packed, **others):
@@ -172,7 +173,7 @@ class Codec:
         """Find the tables, given the keys, or values, of W windows of calibration text.
 
         rows (W, Hkv, T, d): in full precision, as the method stores them. kept (W, Hkv, T): True at tokens that the
-        method keeps and never quantizes; a head may keep all. gradient (W, Hkv, T, d): of each window's loss with
+        method keeps and never quantizes. gradient (W, Hkv, T, d): of each window's loss with
         respect to rows. seed: of k-means.
         """
 

@@ -21,7 +21,7 @@ class Centred(Codec):
 
     def fit(self, rows, kept, gradient=None, seed=0):
         total = rows.float().masked_fill(kept[..., None], 0).sum((0, 2))  # (Hkv, d)
-        n = (~kept).sum((0, 2)).clamp(min=1)  # (Hkv)
+        n = (~kept).sum((0, 2))  # (Hkv)
         self.mean = (total / n[:, None]).half()[:, None]  # (Hkv, 1, d)
 
     def encode(self, x, ignore=None):

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Annotated
 
 from tinykv import UserError, at_least, one_of
-from tinykv.codecs.affine import FORMULAS, Affine
+from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import BLOCK, Exact, Pair
 from tinykv.codecs.centred import Centred
 from tinykv.codecs.clipped import skvq
@@ -38,7 +38,6 @@ def integers(k_axis, static, config, kind, bits,
              group_size: Annotated[int | None, "numbers that share a scale: tokens of a channel, or channels"] = None,
              formula: Annotated[str, "zero point of uniform schemes: offset or integer-zero"] = "offset"):
     """K has a grid per token, in groups of channels, or per channel, in groups of tokens; V per token."""
-    one_of(FORMULAS, formula=formula)
     at_least(1, group_size=group_size)
     axis = k_axis if kind == "k" else "token"
     width = config.head_dim

@@ -42,7 +42,7 @@ KINDS = {
     bool: ("true or false", lambda x: type(x) is bool)}
 
 class Unsupported(UserError):
-    """Of a model that is not implemented here. Others read it: see `decoder.py`."""
+    """Of a model that is not implemented here; see `lab/decoder.py`."""
 
 
 def checkpoint_folder(name):
@@ -69,7 +69,7 @@ def read_json(path):
 
 
 def check_file(path, largest=2 ** 30):
-    """UserError unless it is a file, as a pipe is not, which may never end; and of so many bytes at most."""
+    """UserError unless it is a regular file (a pipe may never end) of at most `largest` bytes."""
     if not os.path.isfile(path) or os.path.getsize(path) > largest:
         raise UserError(f"{path} is no file, or none of at most {largest:,} bytes; give a folder as save_pretrained "
                         "writes it")

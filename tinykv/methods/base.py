@@ -106,10 +106,10 @@ class Method:
         gets the prompt's length.
 
         Returns positions (1 or B, 1 or Hkv, p) of recent or kept tokens, or None for no change. A head that keeps fewer
-        than p tokens repeats one of them. The answer depends only on the cache, and changes neither it nor what is
-        remembered of the text: values are asked about by the same function, unless `keep_values` is another.
+        than p tokens repeats one of them. It must only read: the cache calls it for keys and, unless you override
+        `keep_values`, again for values.
 
-        Calibration asks as well, before a codec that `needs_text` has tables: `encode` refuses, `calibrated()` is {}.
+        Calibration calls it as well, when a codec that `needs_text` has no tables yet.
         """
 
     def keep_values(self, layer_cache, n):

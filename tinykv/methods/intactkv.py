@@ -70,8 +70,8 @@ class Prefix:
     ids: list  # n tokens
     keys: torch.Tensor | None = None  # (L, Hkv, n, d); None until `fill`
     values: torch.Tensor | None = None  # (L, Hkv, n, d)
-    trained_for: dict | None = None  # of a trained prefix: the model, and its quantized weights
-    filled_for: tuple | None = None  # of another: the ids, and the `identity` of the model
+    trained_for: dict | None = None  # trained prefixes only: the model, and its quantized weights
+    filled_for: tuple | None = None  # untrained ones only: the ids, and the model's `identity` at `fill`
 
     def fill(self, full, quantized):
         """Compute keys and values for `quantized`: `full` with quantized weights, or `full` itself."""

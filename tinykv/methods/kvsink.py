@@ -57,6 +57,7 @@ class KVSink(CodecMethod):
         if threshold is not None and not 0 < threshold <= 1:
             raise UserError(f"threshold is a share of the largest outlier, above 0 and up to 1; got {threshold:g}")
         self.preserve, self.choose, self.threshold = preserve, choose, threshold
+        self.n_first = preserve  # kept where the model has no outlier
         if threshold is not None:
             self.preserve, self.keeps_share = 0, True  # as many as the text has marks
         # lE and c; None until calibration has looked for them, -1 if it has found none
@@ -94,7 +95,7 @@ class KVSink(CodecMethod):
     def keep_keys(self, layer_cache, n):
         """The keys of S, and so its values: `Method.keep_values` keeps the same tokens."""
         if self.layer == -1:  # a model without outliers: PFN
-            return first_tokens(layer_cache, self.preserve)  # (B, 1, k)
+            return first_tokens(layer_cache, self.n_first)  # (B, 1, k)
         if layer_cache.layer <= self.layer:  # a prefill quantizes these before S is known
             return None
         return layer_cache.shared.sinks[:, None]  # (B, 1, k)
@@ -109,7 +110,7 @@ class KVSink(CodecMethod):
 
     def describe(self):
         if self.layer == -1:
-            return (f"no stable outlier in {self.n_windows} calibration windows: the first {self.preserve} tokens are "
+            return (f"no stable outlier in {self.n_windows} calibration windows: the first {self.n_first} tokens are "
                     "kept, as pfn does")
         source = self.source or f"found in {self.n_marked} of {self.n_windows} calibration windows"
         return f"emergence layer {self.layer}, outlier channel {self.channel} ({source})"
@@ -193,7 +194,7 @@ def known_outlier(config, layer, channel):
             return *TABLE_3[shape], "the paper's Table 3"
         return None, None, None
     layers, channels = config.num_hidden_layers, config.hidden_size
-    if layer not in range(layers) or channel not in range(channels):
-        raise UserError(f"give both the emergence layer and the outlier channel, of {layers} layers and {channels} "
-                        f"channels; got {layer} and {channel}")
+    if layer not in range(layers - 1) or channel not in range(channels):  # layers after it keep the sinks
+        raise UserError(f"give both the emergence layer and the outlier channel, of layers 0 to {layers - 2} and "
+                        f"channels 0 to {channels - 1}; got {layer} and {channel}")
     return layer, channel, "given"
