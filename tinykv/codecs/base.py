@@ -25,8 +25,8 @@ TERNARY = 1.5  # nominal bits of three levels: five codes fit a byte (1.6 bits);
 class Codes:
     """Quantized keys, or values, of one layer: `packed`, and what else the codec stores, under names of its own.
 
-    Dimension 2 of each tensor grows with the text: along tokens, groups of tokens, or outliers. packed (B, Hkv, T, bytes
-    of a row) uint8, or (B, Hkv, T, d) in 16 bits where nothing is quantized. Codecs that treat all heads of a token as
+    Dimension 2 of each tensor grows with the text: along tokens, their groups, or outliers. packed (B, Hkv, T, bytes of
+    a row) uint8, or (B, Hkv, T, d) in 16 bits where nothing is quantized. Codecs that treat all heads of a token as
     one row have 1 instead of Hkv.
     """
 

@@ -245,8 +245,10 @@ def tiling(keys, values, halves, n_queries):
     of_keys, of_values = (side.grid.tokens.value if side.grid is not None else 0 for side in (keys, values))
     group = math.gcd(tile.N, *(tokens for tokens in (of_keys, of_values) if tokens > 1))
     N = group if group >= 16 else tile.N
-    # keys whose groups are half a tile: two of them at a time, see `scores_of_groups`
-    if keys.fold.value == "channel" and halves == 1 and of_keys == N == tile.N // 2 and of_values <= 1:
+    # in decoding, keys whose groups are half a tile: two of them at a time, see `scores_of_groups`. With many queries,
+    # four warps have too few registers for that
+    two_groups = tile.warps < 4 and of_keys == N == tile.N // 2 and of_values <= 1
+    if keys.fold.value == "channel" and halves == 1 and two_groups:
         N = tile.N
     return tile._replace(M=min(tile.M, triton.next_power_of_2(n_queries)), N=N)
 
