@@ -560,7 +560,8 @@ def test_draws_are_calibrations_by_hand(rows_of, tmp_path, by_hand, draws):
     # --vs: t of the loss and of KL
     difference, error, t, p, better = paired(row["window_nll"], rows["pfn"]["window_nll"])
     _, _, t_of_kl, p_of_kl, _ = paired(row["window_kl"], rows["pfn"]["window_kl"])
-    assert cells(out)[-1] == [name, "pfn", f"{difference:+.4f}", f"{error:.4f}", f"{t:+.1f}", f"{p:.1g}",
+    assert cells(out)[-1] == [name, "pfn", f"{row['bits_true'] - rows['pfn']['bits_true']:+.2f}",
+                              f"{difference:+.4f}", f"{error:.4f}", f"{t:+.1f}", f"{p:.1g}",
                               f"{t_of_kl:+.1f}", f"{p_of_kl:.1g}", f"{better} of {n}"]
 
 

@@ -33,7 +33,8 @@ def differences(rows, name):
         _, _, t_of_kl, p_of_kl, _ = paired(row["window_kl"], rows[other]["window_kl"])
         found.append({"label": title, "vs": other, "nats": nats, "se": error, "t": finite(t), "p": p,
                       "t_of_kl": finite(t_of_kl), "p_of_kl": p_of_kl, "better": better,
-                      "losses": len(losses) * len(losses[0])})
+                      "losses": len(losses) * len(losses[0]),
+                      "bits_true": row["bits_true"] - rows[other]["bits_true"]})
     return found
 
 
@@ -47,9 +48,10 @@ def compared_with_one(rows, name):
     lines = []
     for of_row in differences(rows, name):
         cells = zip((".4f", "+.1f", ".1g", "+.1f", ".1g"), map(of_row.get, ("se", "t", "p", "t_of_kl", "p_of_kl")))
-        lines.append([of_row["label"], of_row["vs"], f"{of_row['nats']:+.4f}",
+        lines.append([of_row["label"], of_row["vs"], f"{of_row['bits_true']:+.2f}", f"{of_row['nats']:+.4f}",
                       *(cli.figure(value, form) for form, value in cells), f"{of_row['better']} of {of_row['losses']}"])
-    return cli.Columns(["method", "vs", "nats a token", "+-", "t", "p", "t of KL", "p", "better on"], lines, left=2)
+    head = ["method", "vs", "true", "nats a token", "+-", "t", "p", "t of KL", "p", "better on"]
+    return cli.Columns(head, lines, left=2)
 
 
 def compared_with(title, name, titles):
