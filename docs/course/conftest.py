@@ -8,7 +8,6 @@ A test gets the student's module as `sub`, all its numbers from `rng`, and hands
 in the same test, or, in a repository without answers, what expected.json has of it. So nothing that a student's code
 can reach holds a right value.
 """
-import json
 import math
 import random
 import re
@@ -16,6 +15,7 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
+from json import dumps, loads
 from pathlib import Path
 from types import ModuleType
 
@@ -139,7 +139,7 @@ def sub(request):
     node = request.node
     if not hasattr(node.session, "changed"):  # before a line of the student's runs
         node.session.changed = watch(node.module, torch.Tensor, *(
-            module for name, module in sys.modules.items() if re.match(r"docs|tinykv|.*conftest|builtins$", name)))
+            module for name, module in sys.modules.items() if re.match(r"docs|tinykv|json|.*conftest|builtins$", name)))
     return load(path_of(node))
 
 
@@ -190,7 +190,7 @@ def right_notes(node):
         notes = []
         node.function(sub=load(answer), rng=draws(node), same=noting(notes, node))
         return notes
-    expected = json.loads(stored.read_text())
+    expected = loads(stored.read_text())
     if seed != key_of(expected["seed"]):
         pytest.fail(f"{stored} has right values for --seed {expected['seed']} alone", pytrace=False)
     return expected["tests"][node.name]["notes"]
@@ -234,7 +234,7 @@ def pytest_runtest_makereport(item, call):
         line = {"test": item.name, "title": item.function.__doc__.split("\n")[0], "fault": fault,
                 "points": item.get_closest_marker("points").args[0], "notes": getattr(item, "notes", [])}
         with open(record, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(dumps(line) + "\n")
     return report
 
 

@@ -25,8 +25,8 @@ def test_page(sub, rng, same):
         B, H, T, W = rng.sizes(2, 2, 3, 3)
         low = rng.normal(1, H, 1, 8) * 3
         high = low + rng.of((0.5, 0.7, 3, 50), 1, H, 1, 8)  # each third is far from a tie, or fp16 has it
-        same.call(sub.grid, low, high, then=lambda found: [part.float() for part in found], hint="Both are numbers "
-                  "that fp16 has, as stored. Four levels are three steps apart.", tolerance=0, names="scale|zero")
+        same.call(sub.grid, low, high, hint="Both are numbers that fp16 has, as they are stored, in fp32. Four levels "
+                  "are three steps apart.", tolerance=0, names="scale|zero")
         codes, d = rng.of(range(256), B, H, T, W).to(torch.uint8), rng.choice((1, 4 * W))  # a value's grid, or a key's
         scale, zero = rng.of((0.5, 1, 3), 1, H, 1, d), rng.normal(1, H, 1, d)
         same.call(sub.decode, codes, scale, zero, hint="`encode` says which channel's code is where in a byte.")

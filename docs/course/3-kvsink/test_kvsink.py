@@ -19,9 +19,8 @@ AXES = "; text, place; text, head, token; layer, text, token, channel"  # of ten
 def test_page(sub, rng, same):
     """the page: pfn, kvsink"""
     for _ in range(6):
-        B, H, T = rng.sizes(3, 2, 4)
-        T += 8
-        outputs = [rng.normal(B, T, 64) * rng.choice((1, 100)) for _ in range(4)]
+        (B, H), T = rng.sizes(3, 2), rng.randint(9, 12)
+        outputs = [rng.normal(B, T, 64).argsort(1) - rng.choice((4.25, 3000.0)) for _ in range(4)]
         for name in ("pfn", "kvsink"):
             for layer in range(4):
                 cache, kept = SimpleNamespace(outputs=outputs[:layer]), torch.zeros(B, H, T, dtype=torch.bool)

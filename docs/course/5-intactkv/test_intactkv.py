@@ -42,8 +42,8 @@ class Steps:
 class Turn:
     """A stand-in for RoPE that can be followed by eye."""
 
-    def rotate(self, x, positions=None):
-        return x * (torch.arange(x.shape[2]) + 1 if positions is None else positions + 1)[:, None]
+    def rotate(self, x, positions=0):  # all of them, or the first
+        return x * (positions + 1 if torch.is_tensor(positions) else positions + 1 + torch.arange(x.shape[2]))[:, None]
 
 
 @points(16)

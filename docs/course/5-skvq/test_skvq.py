@@ -31,11 +31,11 @@ def test_page(sub, rng, same):
         x[0, 0, group == 0] = 0.5  # a range of 0
         same.call(sub.grid, x, group, alpha, dtype, hint="A share alpha of the range is left, around its middle.",
                   names="scale|zero")
-        tables = {(1, "k"): (group, alpha), (1, "v"): (group.flip(0), 1.5 - alpha)}
-        n_kept, n_recent = rng.randint(1, 3), (2, 0, 1)[case % 3]
+        tables = {(1, "k"): (group, alpha), (1, "v"): (group.flip(0), alpha.flip(0))}
+        n_kept, n_recent, least = rng.randint(1, 3), (2, 0, 1)[case % 3], 1801 if case in (2, 4) else -99
         cache = sub.Cache(None, tables, dtype, n_kept, n_recent)
         for i in range(2):
-            rows = {kind: (rng.of(range(-99, 100), B, 3 + n_recent, C) / 32).half() for kind in "kv"}
+            rows = {kind: (rng.of(range(least, least + 199), B, 3 + n_recent, C) / 32).half() for kind in "kv"}
             cache.recent |= {(1, kind): rows[kind] for kind in "kv"}
             cache.write(1)
             for kind in "kv":
