@@ -175,7 +175,7 @@ def compiled(job):
     sm, name, d, R, T = job
     torch.set_num_threads(1)
     driver.set_active(Pretend(sm))
-    config = LlamaConfig(9, 8, 8, 1, 8 * R, 8, d, 2 ** 20, rope_theta=500000.0)
+    config = LlamaConfig(9, 8, 8, 2, 8 * R, 8, d, 2 ** 20, rope_theta=500000.0)
     layer = new_layer(name, config, 1, 256, "cpu", torch.bfloat16)
     q = torch.randn(1, config.num_attention_heads, T, d).to(torch.bfloat16)
     layer.attended(q)
@@ -237,7 +237,7 @@ def off_by(name, config, T, device, dtype):
 def check(shape, device, dtypes=(torch.float16, torch.bfloat16)):
     """Every case's attention beside torch's. UserError if one is further off than 16 bits explain."""
     torch.manual_seed(0)
-    config = config_of(shape, layers=1)
+    config = config_of(shape, layers=2)
     print(f"{shape}, distance from torch's attention: {'':14}" + "".join(f"{str(t)[6:]:>20}" for t in dtypes))
     print(f"{'case':54}" + f"{'1 query':>10}{'40':>10}" * len(dtypes))
     wrong = []
@@ -263,7 +263,7 @@ def best_of(run):
 
 def bench_attention(shape, contexts, batches, names, device):
     """A line for each case: time, GB/s of what is held, share of the copy bandwidth, ratios to SDPA and to fp16."""
-    config = config_of(shape, layers=1)
+    config = config_of(shape, layers=2)
     block = torch.empty(2 ** 29 if device.type == "cuda" else 2 ** 10, dtype=torch.uint8, device=device)
     copy = 2 * block.nbytes / best_of(lambda: block.clone()) / 1e6  # GB/s, read and written
     print(f"\n{shape}, attention of one new token, SDPA by {SDPA.name}, copy bandwidth {copy:.0f} GB/s")
