@@ -522,9 +522,9 @@ def check_model(method, model):
 def made_with(method):
     """What calibrated tables depend on besides the model and the text: the method's class and what it keeps, `rope`,
     and each codec's class and constructor arguments (those that it stores as text or numbers)."""
-    keeps = [] if method.uses_scores else ["preserve", "threshold"]  # calibration has no scores
-    keeps += [] if method.needs_text else method.found  # what is given, not searched for
-    settings = [type(method).__name__, method.rope, *(getattr(method, name, None) for name in keeps)]
+    keeps = () if method.uses_scores else method.keeps_by  # calibration has no scores
+    given = () if method.needs_text else method.found  # not searched for
+    settings = [type(method).__name__, method.rope, *(getattr(method, name) for name in (*keeps, *given))]
     for _, _, codec in method.each_codec():
         names = inspect.signature(type(codec)).parameters
         values = [value for name in names if isinstance(value := getattr(codec, name, None), str | int | float)]

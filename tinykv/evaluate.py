@@ -4,7 +4,6 @@ fp16 goes first. Its hidden states stay in main memory for the comparison: D num
 vocabulary V is. The model's own head makes logits of them, and of each method's, a slice at a time.
 """
 import copy
-import inspect
 import math
 import time
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 from tinykv import UserError, all_finite, at_least
 from tinykv.cache import KVCache, made_with
 from tinykv.kmeans import argmax
-from tinykv.methods.base import Method
 from tinykv.model import same_model
 
 SLICE = 128  # targets whose logits are held at once: few enough for the caches of a CPU
@@ -77,9 +75,10 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
     if cache.start and fp16 is None:
         raise UserError("predictions at a prefix are fp16's; give fp16=, the Result of fp16 on these windows")
     result.method = repr(method)
-    names = [*inspect.signature(type(method)).parameters, *Method.__annotations__]
-    settings = {name: str(getattr(method, name, None)) for name in names if name != "config"}
-    result.settings = repr([made_with(method), settings, protocol, prompt])
+    # without what a calibration found, in which draws may differ
+    settings = {name: value for name, value in vars(method).items() if name not in method.found}
+    numbers = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
+    result.settings = repr([made_with(method), numbers, protocol, prompt])
     # in inference mode torch is faster, but cannot tell whether somebody's own method writes into what it is shown
     mode = torch.inference_mode if type(method).__module__.startswith("tinykv.") else torch.no_grad
     for first in range(0, len(windows.tokens), batch):
@@ -216,8 +215,8 @@ def count_bits(result, cache, tokens):
 
     In a stream the recent part grows from R to R + block - 1 tokens and shrinks to R again. It is counted at its mean
     over that cycle, so that no length flatters a method. The other tokens count as quantized. A text that is too short
-    for any token to be quantized counts as it is, and as 16 bits at 128K. A layer with a sliding window drops
-    codes that no later query sees. The `gone` tokens count nowhere, and at 128K it holds a window.
+    for any token to be quantized counts as it is, and as 16 bits at 128K. A layer with a sliding window drops codes
+    that no later query sees. The `gone` tokens count nowhere, and at 128K it holds a window.
     """
     (B, T), method = tokens.shape, cache.method
     result.cache_bytes = max(result.cache_bytes, cache.nbytes // B)

@@ -55,7 +55,7 @@ SHAPES = {  # L, D, MLP, H, Hkv, d, vocabulary, theta
 
 # Caches full of random tokens
 
-def config_of(shape, layers=None, positions=2 ** 20):
+def config_of(shape, layers=None, positions=2 ** 20):  # KVSink needs two: it keeps nothing in the outlier's own
     L, D, mlp, H, Hkv, d, vocab, theta = SHAPES[shape]
     return LlamaConfig(vocab, D, mlp, layers or L, H, Hkv, d, positions, rope_theta=theta)
 

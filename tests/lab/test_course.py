@@ -423,7 +423,7 @@ CALLS = {  # what would reach another process, or outlive this one, though Landl
     "another's turn": lambda: os.setpriority(os.PRIO_PROCESS, os.getppid(), 0),
     "the machine's name": lambda: socket.sethostname(socket.gethostname()), "a group of its own": os.setsid,
     "Python": lambda: open(os.__file__, "r+"), "another folder": lambda: open(__file__, "a"),
-    "the answers": lambda: open(ROOT / "docs" / "course" / "3-kvsink" / "answer.py"),
+    "the answers": lambda: open(ROOT / "docs/course/3-kvsink/answer.py"), "passwords": lambda: open("/etc/shadow"),
 }
 
 
@@ -662,7 +662,7 @@ def test_a_repository_to_hand_out_holds_no_answer(run, tmp_path, monkeypatch):
         for name, does in functions(text).items():
             assert does not in secrets, (file, name)
     names = {path.relative_to(out).as_posix() for path in out.rglob("*")}
-    assert not [name for name in names if re.match(r"tests|.*/(answers?|authors|instructors)\.", name)]
+    assert not [x for x in names if re.match(r"tests|.ci|docs/(method|result)s|.*/(answers?|authors|instructors)\.", x)]
     assert [name for name in names if re.match(r"docs/course/.*/page.py", name)] == ["docs/course/1-affine/page.py"]
     workflow = (out / ".github/workflows/assignments.yml").read_text(encoding="utf-8")
     assert re.search(r"assignment: \[(.*)\]", workflow)[1].split(", ") == [file.split("/")[2] for file in starters]

@@ -173,8 +173,8 @@ class Codec:
         """Find the tables, given the keys, or values, of W windows of calibration text.
 
         rows (W, Hkv, T, d): in full precision, as the method stores them. kept (W, Hkv, T): True at tokens that the
-        method keeps and never quantizes. gradient (W, Hkv, T, d): of each window's loss with
-        respect to rows. seed: of k-means.
+        method keeps and never quantizes. gradient (W, Hkv, T, d): of each window's loss with respect to rows. seed: of
+        k-means.
         """
 
     def encode(self, x, ignore=None):

@@ -44,6 +44,7 @@ from tinykv.methods.base import CodecMethod, first_tokens
 
 class KVSink(CodecMethod):
     beside = {"rtn": {}, "pfn": {}}
+    keeps_by = ("preserve", "threshold")
     # by calibration, on a model that Table 3 does not have
     found = ("layer", "channel", "n_marked", "n_windows")
 
