@@ -1,8 +1,8 @@
 """The Triton kernels: attention that reads the packed cache, and the scores of KVSink and AnTKV.
 
-Each stands below its equivalent in plain torch. The idea is in docs/ladder/: 7_topk.py, what a kernel is, and
-8_kernel.py, a simple one that attends to 2-bit codes. Sections 3 to 6 make it fast; each trick says what it saves.
-The tests run the kernels in Triton's interpreter; docs/kernels.md has what compilers make of them.
+Each stands below its equivalent in plain torch, or names it. The idea is in docs/ladder/: 7_topk.py says what a kernel
+is, and 8_kernel.py is a simple one that attends to 2-bit codes. Sections 3 to 6 make it fast; each trick says what it
+saves. The tests run the kernels in Triton's interpreter; docs/kernels.md has what compilers make of them.
 
 Why kernels? Decoding reads every cached token once per new token, so its time is bytes over bandwidth, and packed codes
 are fewer bytes, if no decoded row is written to memory: a code becomes a number between its load and its product.
@@ -24,40 +24,35 @@ FMA = {"enable_fp_fusion": True}  # a * b + c in one instruction: not every Trit
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: on the CPU, line by line
 
 
-# ---- 1. The k largest |h| of one channel: KVSink's sinks
-
-def topk_lines(h, k):
-    """h (B, T), a channel of the hidden states -> the positions of the k largest |h|, the earlier of equals: (B, k)."""
-    return h.float().abs().sort(dim=1, descending=True, stable=True).indices[:, :k]
-
+# ---- 1. The k largest of some numbers, the earlier of equals: `KVCache.top_k`, which finds KVSink's sinks
 
 @triton.jit
-def topk_kernel(h, score, position, T, h_batch, h_token, K: tl.constexpr, N: tl.constexpr):
+def topk_kernel(x, score, position, T, x_batch, x_token, K: tl.constexpr, N: tl.constexpr):
     # One program: N tokens of one sequence, of which it writes the K best.
-    #   h (B, T): the channel    score (B, pieces, K) fp32, position (B, pieces, K) int32
+    #   x (B, T)    score (B, pieces, K) fp32, position (B, pieces, K) int32
     piece, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    # load |h| of the program's tokens; those after the end of the text get a score below all others
+    # the program's numbers; a place after the end of the text gets one below all others
     t = piece * N + tl.arange(0, N)  # (N)
-    x = tl.load(h + b * h_batch + t.to(tl.int64) * h_token, mask=t < T, other=0)  # (N)
-    x = tl.where(t < T, tl.abs(x.to(tl.float32)), -1.0)  # (N)
-    x = tl.where(x == x, x, float("inf"))  # NaN is the largest, as in torch
+    s = tl.load(x + b * x_batch + t.to(tl.int64) * x_token, mask=t < T, other=0).to(tl.float32)  # (N)
+    s = tl.where(s == s, s, float("inf"))  # NaN is the largest, as in torch
+    s = tl.where(t < T, tl.maximum(s, -3.4e38), float("-inf"))  # (N)
     # K times: take the largest (of equal ones the earliest), write it, cross it out
     first = (b * tl.num_programs(0) + piece) * K
     for i in range(K):
-        largest = tl.max(x, 0)
-        earliest = tl.min(tl.where(x == largest, t, T), 0)
+        largest = tl.max(s, 0)
+        earliest = tl.min(tl.where(s == largest, t, T), 0)
         tl.store(score + first + i, largest)
         tl.store(position + first + i, earliest)
-        x = tl.where(t == earliest, -1.0, x)  # (N)
+        s = tl.where(t == earliest, float("-inf"), s)  # (N)
 
 
-def topk_outliers(h, k, N=1024):
-    """As `topk_lines`: each program finds the k best of N tokens, and torch the best of these."""
-    B, T = h.shape
+def topk(x, k, N=1024):
+    """x (B, T) -> positions (B, up to k): each program finds the k best of N tokens, and torch the best of these."""
+    B, T = x.shape
     k, pieces = min(k, T), triton.cdiv(T, N)
-    score = torch.empty(B, pieces * k, dtype=torch.float32, device=h.device)
-    position = torch.empty(B, pieces * k, dtype=torch.int32, device=h.device)
-    topk_kernel[pieces, B](h, score, position, T, *h.stride(), k, N, **FMA)
+    score = torch.empty(B, pieces * k, dtype=torch.float32, device=x.device)
+    position = torch.empty(B, pieces * k, dtype=torch.int32, device=x.device)
+    topk_kernel[pieces, B](x, score, position, T, *x.stride(), k, N, **FMA)
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :k]  # (B, k)
     return position.gather(1, order).long()
 
@@ -456,16 +451,9 @@ def merge_kernel(accs, tops, totals, out, lse, pieces, DIM: tl.constexpr, D: tl.
 
 
 # ---- 7. Keys before RoPE
-
-def rotated_lines(q, k, cos, sin):
-    """Scores q.R(k), (M, N), of queries q (M, d) and keys k (N, d) before RoPE; cos, sin (N, d/2). R(k) is (x cos - y
-    sin, y cos + x sin): a key is only multiplied, the sums and differences are left to the products."""
-    qx, qy = q.chunk(2, dim=-1)  # (M, d/2) both
-    x, y = k.chunk(2, dim=-1)  # (N, d/2) both
-    by_cos = qx @ (x * cos).T + qy @ (y * cos).T
-    by_sin = qy @ (x * sin).T - qx @ (y * sin).T
-    return by_cos + by_sin
-
+# RoPE turns a pair of channels (x, y) of a key, by a cosine c and a sine s, to (x c - y s, y c + x s). The key is only
+# multiplied; sums and differences are left to the products with a query (qx, qy):
+#     q.R(k) = qx.(x c) + qy.(y c) + qy.(x s) - qx.(y s)
 
 class Turn(NamedTuple):
     """RoPE's tables for keys that are stored before it, in two steps: q is turned back by the position of the tile's
@@ -478,7 +466,7 @@ class Turn(NamedTuple):
 
 @triton.jit
 def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
-    # The same transposed, (N, M), of codes or decoded numbers. Channel c turns with c + d/2: plane i with i + HALF.
+    # Scores (N, M) of codes or decoded numbers. A channel turns with the one d/2 after it: plane i with plane i + HALF.
     HALF: tl.constexpr = k.n_planes // 2
     s = tl.zeros((j.shape[0], q[0].shape[1]), tl.float32)
     by_zeros = tl.zeros(s.shape, tl.float32)  # (N, M): what zero points add
@@ -499,7 +487,7 @@ def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
         x, x_scale, x_zero = keys_of_plane(k, words, b, h, j0, j, ok, i)
         y, y_scale, y_zero = keys_of_plane(k, words, b, h, j0, j, ok, i + HALF)
         x, y = x.to(DOT), y.to(DOT)  # (N, W) both
-        # the four products of `rotated_lines`
+        # the four products
         s = product(x * cos, qx * x_scale, s, DOT)
         s = product(y * cos, qy * y_scale, s, DOT)
         s = product(x * sin, qy * x_scale, s, DOT)

@@ -15,7 +15,7 @@ import oracles
 import pytest
 import torch
 from cases import model_of
-from told import expected, method_of, read, reads_the_same, scores, text_of, told_layer, turned
+from told import expected, method_of, read, reads_the_same, scores, text_of, told_layer
 
 triton = pytest.importorskip("triton")
 import bench_kernels  # noqa: E402
@@ -100,16 +100,17 @@ def seed():
 
 @pytest.mark.parametrize("T,k", [(1, 5), (3, 5), (16, 16), (18, 14), (50, 5), (65, 1), (2500, 7)])
 def test_topk(T, k):
-    """With ties, across programs, too; with NaN, which is the largest; of a slice of a larger tensor."""
+    """With ties, across programs, too; with NaN, which is the largest, and -inf; of a slice of a larger tensor."""
     hidden = torch.randn(2, T, 12).round().half()[..., 2:10]
+    hidden[0, T // 2:, 3] = -math.inf
     hidden[1, T // 2, 3] = math.nan
-    found = kernels.topk_outliers(hidden[..., 3], k, N=16 if T < 2500 else 1024)
-    assert torch.equal(found, kernels.topk_lines(hidden[..., 3], k)) and found.shape == (2, min(k, T))
+    found = kernels.topk(hidden[..., 3], k, N=16 if T < 2500 else 1024)
+    assert torch.equal(found, KVCache.top_k(None, hidden[..., 3], k)) and found.shape == (2, min(k, T))
 
 
 def test_kvsink_asks_the_kernel(monkeypatch):
-    asked, real, sizes = [], kernels.topk_outliers, torch.randn(2, 30).round().abs()
-    monkeypatch.setattr(kernels, "topk_outliers", lambda *args: asked.append(args) or real(*args))
+    asked, real, sizes = [], kernels.topk, torch.randn(2, 30).round().abs()
+    monkeypatch.setattr(kernels, "topk", lambda *args: asked.append(args) or real(*args))
     cache = TritonCache(tiny(), METHODS["fp16"](model_of(2).config))
     assert torch.equal(cache.top_k(sizes, 7), KVCache.top_k(cache, sizes, 7)) and len(asked) == 1
 
@@ -326,15 +327,11 @@ def test_scores_that_are_all_far_below_zero():
 
 
 def test_the_torch_lines_are_the_kernels():
-    """attend_lines piece by piece, then merge_lines, are the oracle's output; so are rotated_lines its scores."""
+    """attend_lines piece by piece, then merge_lines, are the oracle's output."""
     layer = layer_of("exact", "exact", 2, length=100, new=5, block=90, kept={"v": [[2, 50]]}, window=60)
     q, K, V = torch.randn(1, 2, 5, 32), read(layer.keys).float(), read(layer.values).float()
     pieces = [kernels.attend_lines(q, K, V, a, b, 60) for a, b in ((0, 30), (30, 64), (64, 100))]
     near(kernels.merge_lines(*(torch.stack(x) for x in zip(*pieces))), expected(q, layer))
-    k, at = torch.randn(7, 32), torch.arange(7)
-    angle = at[:, None] * layer.rope.freq
-    got = kernels.rotated_lines(q[0, 0], k, angle.cos(), angle.sin())
-    near(got, q[0, 0].double() @ turned(k, at, layer.rope).T)
 
 
 # ---- anchor scores
