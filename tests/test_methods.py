@@ -107,7 +107,7 @@ def has_the_settings(case):
 
 def quantizes(case):
     method = case.uncalibrated()
-    return method.k_bits < 16 or method.v_bits < 16
+    return min(method.bits_of("k"), method.bits_of("v")) < 16
 
 
 def is_one_of(*names):

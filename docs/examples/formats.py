@@ -207,6 +207,6 @@ class Formats(Method):
         self.codecs = [Pair(k=format_codec(scheme, config, "k", FORMATS[scheme][1], hadamard),
                             v=format_codec(v_scheme, config, "v", FORMATS[v_scheme][1], hadamard))
                        for _ in range(config.num_hidden_layers)]
-        if centre == "on" and self.k_bits < 16:
+        if centre == "on" and self.bits_of("k") < 16:
             self.codecs = [Pair(k=Centred(pair.k), v=pair.v) for pair in self.codecs]
         self.preserve, self.rope = preserve, "pre" if centre == "on" else "post"

@@ -62,10 +62,10 @@ class Marked(KVSink):
         self.marked = marked
 
     def keep_keys(self, layer_cache, n):
-        return self.apart(super().keep_keys(layer_cache, n), layer_cache.keys, self.k_bits)
+        return self.apart(super().keep_keys(layer_cache, n), layer_cache.keys, self.bits_of("k"))
 
     def keep_values(self, layer_cache, n):
-        return self.apart(super().keep_keys(layer_cache, n), layer_cache.values, self.v_bits)
+        return self.apart(super().keep_keys(layer_cache, n), layer_cache.values, self.bits_of("v"))
 
     def apart(self, positions, rows, bits):
         """What is kept of positions (B, 1, k) or None."""

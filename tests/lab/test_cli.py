@@ -182,7 +182,7 @@ def test_a_list_makes_a_row_of_each_value_for_every_method_that_takes_it(words, 
 
 def test_bits_of_keys_alone_go_before_those_of_both():
     _, *found = entries_of("--method rtn,kivi --bits 2,3 --k-bits 4").values()
-    assert [(r.label, r.method.k_bits, r.method.v_bits) for r in found] == [
+    assert [(r.label, *map(r.method.bits_of, "kv")) for r in found] == [
         ("rtn bits=2", 4, 2), ("rtn bits=3", 4, 3), ("kivi bits=2", 4, 2), ("kivi bits=3", 4, 3)]
 
 

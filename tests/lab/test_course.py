@@ -134,17 +134,6 @@ def test_what_is_wrong_in_an_answer_stands_there_once():
         assert set(counts.values()) == {1}, (part, counts)
 
 
-def test_a_starter_of_last_term_loses_what_the_changelog_says(tmp_path):
-    """By a line that was given then."""
-    text, now, then = right_text("antkv"), "self.scheme = vq", "self.scheme, self.k_bits, self.v_bits = vq, m, m"
-    assert text.count(now) == 1
-    (tmp_path / "mine.py").write_text(text.replace(now, then), encoding="utf-8")
-    lost = sum(of for key, of in grade.tests_in("antkv").items() if not has_points(tmp_path / "mine.py", "antkv", key))
-    log = " ".join((ROOT / "docs" / "course" / "CHANGELOG.md").read_text(encoding="utf-8").split())
-    told = f"loses {lost} points. Delete that line, `{then.partition('=')[0]}= ..`."
-    assert lost and told in log and told.partition("`")[2].partition("=")[0] not in text
-
-
 def functions(text):
     """{name: what a function does, without its docstring}"""
     return {name: "".join(map(ast.dump, node.body[ast.get_docstring(node) is not None:]))

@@ -188,7 +188,7 @@ def test_the_first_tokens_stay_in_16_bits(formats):
 
 def test_keys_and_values_may_differ(formats):
     method = formats.Formats(model_of(1).config, "q8_0", "q4_0")
-    assert (method.codecs[0].k.bits, method.codecs[0].v.bits) == (method.k_bits, method.v_bits) == (8, 4)
+    assert (method.codecs[0].k.bits, method.codecs[0].v.bits) == (*map(method.bits_of, "kv"),) == (8, 4)
     assert method.scheme == "q8_0/q4_0" and formats.Formats(model_of(1).config).scheme == "fp8"
     pair = formats.Formats(model_of(1).config, "fp16", "fp8").codecs[0]
     assert isinstance(pair.k, Exact) and isinstance(pair.v, formats.FP8)

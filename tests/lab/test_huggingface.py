@@ -50,7 +50,7 @@ def rotated_first(monkeypatch):
         rope = self.rope
         if self.method.rope == "post":
             k, self.rope = rope.rotate(k, self.length), AsGiven()
-            k = k if self.method.k_bits == 16 else (8 * k).round() / 8
+            k = k if self.method.bits_of("k") == 16 else (8 * k).round() / 8
         append(self, k, v)
         self.rope = rope
     monkeypatch.setattr(LayerCache, "append", round_once)

@@ -149,7 +149,7 @@ def test_a_fact_at_the_start_of_a_window_is_known_after_a_prefix(tokenizer):
 
 def test_bos_is_the_default():
     method = IntactKV(dataclasses.replace(tiny().config, bos_token_id=4))
-    found = method.prefix.ids, method.preserve, method.k_bits, method.v_bits, method.scheme
+    found = method.prefix.ids, method.preserve, *map(method.bits_of, "kv"), method.scheme
     assert found == ([4], 1, 16, 16, "token-dynamic")
     assert IntactKV(tiny().config, Prefix("two", [1, 2]), k_bits=4).codecs[0].k.formula == "integer-zero"
 

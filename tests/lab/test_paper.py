@@ -33,7 +33,7 @@ def test_every_command_makes_its_method(command):
     *_, entry = build_entries(args, config, None)[0].values()
     assert entry.name == args.method[0] and args.windows in (None, 256)
     if found := re.search(r"--bits (\S+)", command):
-        assert entry.method.k_bits == entry.method.v_bits == float(found[1])
+        assert entry.method.bits_of("k") == entry.method.bits_of("v") == float(found[1])
 
 
 @pytest.fixture

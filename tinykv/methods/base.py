@@ -24,7 +24,8 @@ class Method:
     A subclass's settings are the keyword arguments of its constructor, with the paper's values as defaults. The command
     line offers them under the same names, with `-` for `_`. A constructor that ends in `**name` passes the rest to its
     parent and so inherits the parent's settings. The attributes here only give types and help to settings of their
-    names: such a setting is a constructor's argument that the constructor keeps, `self.recent = recent`.
+    names: such a setting is a constructor's argument that the constructor keeps, `self.recent = recent`; bits are those
+    of `codecs`.
     """
     config = None  # of the model that it is made for
 
@@ -64,15 +65,10 @@ class Method:
 
     # Code
 
-    @property
-    def k_bits(self):
-        """Nominal bits of a number in keys: those of the codecs, the mean over the layers."""
-        return fmean(pair.k.bits for pair in self.codecs)
-
-    @property
-    def v_bits(self):
-        """The same for values."""
-        return fmean(pair.v.bits for pair in self.codecs)
+    def bits_of(self, kind):
+        """Nominal bits of a number in keys (kind "k"), or values ("v"): those of the codecs, the mean over the
+        layers."""
+        return fmean(getattr(pair, kind).bits for pair in self.codecs)
 
     def each_codec(self):
         """[(layer, "k" or "v", codec)]."""
@@ -135,7 +131,7 @@ class Method:
 
     def __repr__(self):
         codec = self.scheme or "codec of its own"
-        return f"{type(self).__name__}({codec}, {self.k_bits:g}-bit K, {self.v_bits:g}-bit V)"
+        return f"{type(self).__name__}({codec}, {self.bits_of('k'):g}-bit K, {self.bits_of('v'):g}-bit V)"
 
 
 class CodecMethod(Method):

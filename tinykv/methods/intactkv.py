@@ -55,10 +55,10 @@ class IntactKV(CodecMethod):
     # The prefix, (B, 1, preserve), unless every key, or value, is in full precision anyway
 
     def keep_keys(self, layer_cache, n):
-        return first_tokens(layer_cache, self.preserve if self.k_bits < 16 else 0)
+        return first_tokens(layer_cache, self.preserve if self.bits_of("k") < 16 else 0)
 
     def keep_values(self, layer_cache, n):
-        return first_tokens(layer_cache, self.preserve if self.v_bits < 16 else 0)
+        return first_tokens(layer_cache, self.preserve if self.bits_of("v") < 16 else 0)
 
 
 # The prefix

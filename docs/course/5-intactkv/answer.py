@@ -205,7 +205,7 @@ class IntactKV(CodecMethod):
         self.preserve = 1
 
     def keep_keys(self, layer_cache, n):
-        return None if self.k_bits == 16 else first_tokens(layer_cache, 1)
+        return None if self.bits_of("k") == 16 else first_tokens(layer_cache, 1)
 
     def keep_values(self, layer_cache, n):
-        return None if self.v_bits == 16 else first_tokens(layer_cache, 1)
+        return None if self.bits_of("v") == 16 else first_tokens(layer_cache, 1)

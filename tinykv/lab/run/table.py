@@ -233,13 +233,13 @@ def row_of(entry, args):
         "settings": settings,
         "weights": entry.weights,
         "scheme": method.scheme,
-        "k_bits": method.k_bits,
-        "v_bits": method.v_bits,
+        "k_bits": method.bits_of("k"),
+        "v_bits": method.bits_of("v"),
         "preserve": method.preserve,
         "protocol": args.protocol,
         "prompt": args.prompt,  # tokens of it, or None
         "choose": choice_of(entry, args),
-        "bits_nominal": (method.k_bits + method.v_bits) / 2,
+        "bits_nominal": (method.bits_of("k") + method.bits_of("v")) / 2,
         "offline_bytes": table_bytes(method),
         "windows": args.windows,
         "fault": entry.error and f"failed: {cli.reason(entry.error)}",  # then nothing was measured
