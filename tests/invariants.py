@@ -46,7 +46,7 @@ def check_cache_holds_the_expected_rows(case, sizes=None):
             off = (got - want).abs() > 1e-6 * want.abs().amax(-1, keepdim=True)
             differ = off.any(-1).nonzero().tolist()  # [(sequence, head, token)]
             assert not differ, why_rows_differ(case, method, watch, layer, kind, differ[0], got, want)
-    claims = not method.keeps_share and method.preserve and any(rows.n_coded for *_, rows in each_rows(watch))
+    claims = method.preserve and any(rows.n_coded for *_, rows in each_rows(watch))
     assert not claims or any(rows.kept_positions is not None for *_, rows in each_rows(watch.cache)), (
         f"`preserve` says that {method.preserve} tokens are kept, and none is; does `keep_keys` return positions?")
     check_bytes(case, method, watch)

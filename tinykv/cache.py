@@ -474,8 +474,8 @@ def check_method(method):
     L = method.config.num_hidden_layers
     one_of(("pre", "post"), rope=method.rope)
     one_of(("prompt", "always"), choose=method.choose)
-    preserve = 0 if method.keeps_share else method.preserve  # a share is a text, such as "1%"
-    for setting, value, least in (("recent", method.recent, 0), ("block", method.block, 1), ("preserve", preserve, 0)):
+    for setting, least in (("recent", 0), ("block", 1), ("preserve", 0)):
+        value = getattr(method, setting)
         if not (hasattr(value, "__index__") and value >= least):
             raise UserError(f"{setting} of {name} must be a whole number of at least {least}; got {value!r}")
     if not isinstance(method.codecs, list | tuple) or [type(pair) for pair in method.codecs] != [Pair] * L:

@@ -128,9 +128,9 @@ def test_a_line_joins_what_differs_in_bits_alone():
 
 def test_where_kept_tokens_were_varied_they_are_the_x_axis():
     rows = [row(f"pfn preserve={n} bits={bits}", 2 + 1 / n / bits, bits, n) for n in (5, 1) for bits in (2, 3)]
-    lines = drawn([*rows, row("antkv", 2.1, preserve="1%"), row("rtn bits=2", 3.0)])
+    lines = drawn([*rows, row("antkv", 2.1, preserve=5.5), row("rtn bits=2", 3.0)])
     assert {name: [x for x, _ in points_of(line)] for name, line in lines.items()} == {
-        "pfn bits=2": [1, 5], "pfn bits=3": [1, 5], "rtn bits=2": [0]}
+        "pfn bits=2": [1, 5], "pfn bits=3": [1, 5], "antkv": [5.5], "rtn bits=2": [0]}
 
 
 # What figures share

@@ -114,7 +114,7 @@ def test_the_method_that_readme_shows(command, tmp_path):
     own.write_text(re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
     status, out, _ = command("--method", f"{own}:Hundredth", "--bits", "2", *SMALL)
     row = table(out)["Hundredth"]
-    assert status == 0 and float(row["true"]) > 2 and row["keep"] == "1%"
+    assert status == 0 and float(row["true"]) > 2 and row["keep"] == "1"
 
 
 @pytest.mark.parametrize("classes, titles", [

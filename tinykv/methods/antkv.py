@@ -66,11 +66,10 @@ class AnTKV(CodebookMethod):
         super().__init__(config, vq, sensitivity=sensitivity, **codebooks)
         one_of(("attention", "error"), anchors_by=anchors_by)
         self.recent, self.block, self.choose, self.rope = recent, block, choose, rope
-        self.anchors_by = anchors_by
-        self.count, self.share = count_or_share(anchors)
-        self.keeps_share = self.share is not None
-        self.preserve = anchors if self.keeps_share else self.count
-        self.uses_scores = bool(self.count or self.share)
+        self.anchors, self.anchors_by = anchors, anchors_by
+        self.preserve, self.share = count_or_share(anchors)
+        self.keeps_share = self.share > 0
+        self.uses_scores = self.preserve > 0 or self.keeps_share
 
     def score(self, layer_cache, q, K):
         """What the new queries add to each token's AnS(K) and AnS(V), (B, Hkv, S) both."""
@@ -84,7 +83,7 @@ class AnTKV(CodebookMethod):
 
     def largest(self, rows, n, length):
         """The current anchors, positions (B, Hkv, count). rows: the `CachedRows` of K or of V. length: tokens seen."""
-        count = self.count if self.share is None else math.ceil(self.share * length)
+        count = self.preserve + math.ceil(self.share * length)  # one of the two is 0
         by_error = self.anchors_by == "error" and rows.recent_scores is not None  # None: calibration
         return best_tokens(rows, n, count, partial(code_error, rows.codec) if by_error else None)
 
@@ -96,12 +95,12 @@ def code_error(codec, x):
 
 
 def count_or_share(anchors):
-    """"64" -> (64, None); "1%" -> (None, 1/100)."""
+    """"64" -> (64, 0); "1%" -> (0, 1/100)."""
     text = str(anchors)
     if re.fullmatch(r"\d+", text):
-        return int(text), None
+        return int(text), 0
     if re.fullmatch(r"\d+(\.\d+)?%", text) and Fraction(text[:-1]) <= 100:
-        return None, Fraction(text[:-1]) / 100
+        return 0, Fraction(text[:-1]) / 100
     raise UserError(f"anchors are a count, such as 64, or a share of 0% to 100%, such as 1%; got {anchors!r}")
 
 

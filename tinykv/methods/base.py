@@ -41,7 +41,7 @@ class Method:
 
     # Keep
     uses_scores = False  # True: the cache asks `score` at every update
-    keeps_share = False  # True: more are kept in a longer text, as the column 128K counts; `preserve` is a text, "1%"
+    keeps_share = False  # True: not `preserve` tokens, but more in a longer text, as the column 128K counts
     keeps_by = ("preserve",)  # settings that decide what calibration keeps
     prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
     # Code

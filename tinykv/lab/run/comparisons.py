@@ -91,19 +91,17 @@ def perplexity(rows):
     "bits_true" and "preserve". A line joins rows that differ only in bits (or only in kept tokens). A line is in colour
     if its method is in MARKED, or if the title names it: no other row has both less loss and fewer bits than one of
     its rows. A loss below FLOOR, or a gain, is drawn at FLOOR. Standard errors are not drawn: they come from
-    the windows, which all methods share. Where kept tokens are varied, a method that keeps a share of the text is left
-    out.
+    the windows, which all methods share.
     """
     fp16, *measured = rows
-    x, label, varied, rows = "bits_true", "true bits of a cached number", BITS_SETTINGS, measured
+    x, label, varied = "bits_true", "true bits of a cached number", BITS_SETTINGS
     if any("preserve=" in row["label"] for row in measured):
         x, label, varied = "preserve", "tokens kept in full precision", ("preserve",)
-        rows = [row for row in measured if not isinstance(row[x], str)]
 
     def is_best(row):
-        return not any(other["ppl"] < row["ppl"] and other[x] <= row[x] for other in rows)
+        return not any(other["ppl"] < row["ppl"] and other[x] <= row[x] for other in measured)
 
-    lines = lines_of(rows, varied)
+    lines = lines_of(measured, varied)
     best = [name for name, points in lines.items() if any(is_best(row) for row in points)]
     figure, (panel,) = plots.new_figure(1, 1, 8, 4.8, f"The least loss for its {x.split('_')[0]}: {', '.join(best)}")
     in_colour = [name for name in lines if name in best or name.split()[0] in MARKED]

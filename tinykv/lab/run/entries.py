@@ -143,7 +143,7 @@ def check_entries(args, entries):
     """Refuse entries that are visibly wrong, before the model is loaded."""
     context = args.context
     for title, entry in entries.items():
-        if not entry.method.keeps_share and entry.method.preserve > context:
+        if entry.method.preserve > context:
             raise UserError(f"{title} keeps {entry.method.preserve} tokens, and a window has {context}; keep fewer")
         prefix = len(entry.method.prefix.ids) if entry.method.prefix else 0
         if args.prompt and not prefix < args.prompt < context:
