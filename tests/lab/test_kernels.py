@@ -146,32 +146,34 @@ def test_a_plane_is_of_one_piece(bits, width, piece):
     """Planes hold each channel's code once, and no plane channels of two groups or two halves. The arithmetic of
     `two_words`, which the interpreter cannot run, finds these codes of two words at once."""
     codes = torch.randint(0, 3 if bits == TERNARY else 2 ** bits, (1, 1, 1, width))
-    cut = triton_cache.planes_of(pack(codes, bits), bits, width, piece)
+    packed = pack(codes, bits)
+    cut = triton_cache.planes_of(packed, bits, width, piece)
     # 96 channels, 2 bits: the first bits of all bytes are 24 channels, and these no part of a group. 20 channels, 3
     # bits: the high bits fill two and a half bytes
     apart = bits == TERNARY and piece < width or (width, piece) == (96, 32) and bits not in (TERNARY, 8)
     assert (cut is None) == (apart or width == 20 and bits in (3, 5, 7))
     if cut is None:
         return
-    row, found = cut.data.flatten().int(), {}
-    assert cut.data.dtype == torch.uint16 or width < 256 or bits == TERNARY
+    planes, words, step = cut
+    row, found = packed.view(torch.uint16 if step == 2 else torch.uint8).flatten().int(), {}
+    assert step == 2 or width < 256 or bits == TERNARY
     if bits == TERNARY:
         row = triton_cache.ternary_table(row.device).int()[row]
-    for i, plane in enumerate(cut.planes):
-        slices, code = [row[n * cut.words:][:cut.words] for n in plane.slices], 0
-        for words, shift, mask in zip(slices, plane.shifts, plane.masks):
-            code = code | (words * 2.0 ** -shift).int() & mask
-        if cut.data.dtype == torch.uint16:
-            lines, operands = kernels.two_words(cut.planes, i)
+    for i, plane in enumerate(planes):
+        slices, code = [row[n * words:][:words] for n in plane.slices], 0
+        for x, shift, mask in zip(slices, plane.shifts, plane.masks):
+            code = code | (x * 2.0 ** -shift).int() & mask
+        if step == 2:
+            lines, operands = kernels.two_words(planes, i)
             assert operands == "=r" + ",r" * len(slices)
             both = run_ptx(lines, {f"${n}": x[::2] | x[1::2].long() << 16 for n, x in enumerate(slices, 1)})
             assert torch.equal(torch.stack([both % 2 ** 16, both >> 16], dim=1).flatten(), code.long())
-        channels = [plane.channel + n * cut.step for n in range(len(code))]
+        channels = [plane.channel + n * step for n in range(len(code))]
         assert len({channel // piece for channel in channels if channel < width}) <= 1  # 0: 20 channels fill no 3 bytes
         assert code.max() < 1024  # a subnormal number
         found |= dict(zip(channels, (code >> plane.low).tolist()))
     assert [found[channel] for channel in range(width)] == codes.flatten().tolist()
-    firsts = [plane.channel // piece for plane in cut.planes]
+    firsts = [plane.channel // piece for plane in planes]
     assert firsts == sorted(firsts)  # group by group
 
 

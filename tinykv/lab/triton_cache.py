@@ -40,23 +40,10 @@ def made(kind, **fields):
     return kind(**{name: tl.constexpr(x) if declared[name] is tl.constexpr else x for name, x in fields.items()})
 
 
-class Cut(NamedTuple):
-    """A row's words, and the planes that they divide a head into: see `PackedRows`."""
-    data: torch.Tensor  # (B, heads, T, words of a row); heads is 1 where all heads of a token form one row
-    planes: tuple
-    words: int
-    step: int = 1
-
-
-def uncut(data, width, halves):
-    """The Cut of numbers that are decoded one by one. A plane is a whole head, or half of one."""
-    words = width // halves
-    return Cut(data, tuple(Plane(half * words, 0, (), (), ()) for half in range(halves)), words)
-
-
 def planes_of(packed, bits, width, piece):
-    """The Cut of codes (B, Hkv, T, bytes) of heads of `width` channels. Each plane lies within one piece, which is a
-    group of channels that share a scale, or half a head. None if the codes do not lie so."""
+    """The planes of codes (B, Hkv, T, bytes) of heads of `width` channels; their words, and the step, as in
+    `PackedRows`. Each plane lies within one piece, which is a group of channels that share a scale, or half a head.
+    None if the codes do not lie so."""
     of_row = sections(width, bits)
     size, apart = of_row[0].size, math.ceil(of_row[0].bits)  # of the first section: bytes; bits from a code to the next
     end = size * len(factors_of(of_row[0].bits))  # channels that the first section has room for
@@ -71,7 +58,7 @@ def planes_of(packed, bits, width, piece):
     words, step = span, 1
     even = all(x % 2 == 0 for x in (packed.storage_offset(), *packed.stride()[:3]))
     if span % 32 == 0 and even and bits != TERNARY:
-        words, step, packed = span // 2, 2, packed.view(torch.uint16)
+        words, step = span // 2, 2
 
     # 2. a masked code must lie within the ten lowest bits; codes above them are shifted down
     low_bits = (10 - math.ceil(bits)) // apart * apart + apart  # codes begin below this bit
@@ -84,22 +71,30 @@ def planes_of(packed, bits, width, piece):
             shifts = tuple(begin - low - s.low for begin, s in zip(begins, of_row))
             masks = tuple(largest_code(math.ceil(s.bits)) << low + s.low for s in of_row)
             planes.append(Plane(first + byte, low, slices, shifts, masks))
-    return Cut(packed, tuple(planes), words, step)
+    return tuple(planes), words, step
 
 
-def made_rows(cut, width, of_row=(), fold="", groups=1, start=0, grid=None, books=None):
-    """PackedRows. of_row: the sections of a row of codes, or () for 16-bit numbers."""
-    batch, head, token, word = cut.data.stride()
-    assert word == 1 or cut.data.shape[3] == 1, "the words of a row must be contiguous"
-    if cut.data.shape[1] == 1:
+def made_rows(data, width, halves, of_row=(), cut=None, fold="", groups=1, start=0, grid=None, books=None):
+    """PackedRows of data (B, heads, T, bytes or 16-bit numbers of a row); heads is 1 where all heads of a token form
+    one row. of_row: the sections of a row of codes, or () of 16-bit numbers. cut: what `planes_of` gives; without it,
+    numbers are decoded one by one, and a plane is a whole head, or half of one."""
+    if cut is None:
+        words = width // halves
+        cut = tuple(Plane(first, 0, (), (), ()) for first in range(0, width, words)), words, 1
+    planes, words, step = cut
+    if step == 2:
+        data = data.view(torch.uint16)
+    batch, head, token, word = data.stride()
+    assert word == 1 or data.shape[3] == 1, "the words of a row must be contiguous"
+    if data.shape[1] == 1:
         head = 0
     # a table turns the five ternary codes of a byte into two bits each
-    ternary = ternary_table(cut.data.device) if any(s.bits == TERNARY for s in of_row) else None
+    ternary = ternary_table(data.device) if any(s.bits == TERNARY for s in of_row) else None
     of_row = tuple(s._replace(bits=math.ceil(s.bits)) for s in of_row)
-    return made(PackedRows, fold=fold, width=width, data=cut.data, batch=batch, head=head, token=token, start=start,
-                sections=of_row, n_sections=len(of_row), planes=cut.planes, n_planes=len(cut.planes), words=cut.words,
-                tile=max(16, triton.next_power_of_2(cut.words)), step=cut.step, groups=groups, grid=grid,
-                ternary=ternary, books=books)
+    return made(PackedRows, fold=fold, width=width, data=data, batch=batch, head=head, token=token, start=start,
+                sections=of_row, n_sections=len(of_row), planes=planes, n_planes=len(planes), words=words,
+                tile=max(16, triton.next_power_of_2(words)), step=step, groups=groups, grid=grid, ternary=ternary,
+                books=books)
 
 
 @lru_cache
@@ -122,7 +117,7 @@ def side_by_side(grid):
 
 def exact_rows(x, halves, start=0):
     """Numbers in 16 bits x (B, Hkv, T, d), the first of the token `start`, as the kernels read them."""
-    return made_rows(uncut(x, x.shape[3], halves), x.shape[3], start=start)
+    return made_rows(x, x.shape[3], halves, start=start)
 
 
 def affine_rows(codec, codes, kind, halves):
@@ -147,16 +142,16 @@ def affine_rows(codec, codes, kind, halves):
     elif kind == "k" and codec.axis == "channel":
         if codec.static or halves == 1 and math.gcd(tokens, TILE) >= 16:
             fold, cut = "channel", planes_of(packed, codec.bits, d, d // halves)
-    if cut is None:
-        return made_rows(uncut(packed, d, halves), d, of_row, grid=grid)
-    return made_rows(cut, d, of_row, fold, groups, grid=grid)
+    if cut is None:  # numbers are decoded one by one
+        fold, groups = "", 1
+    return made_rows(packed, d, halves, of_row, cut, fold, groups, grid=grid)
 
 
 def codebook_rows(codec, codes, kind, halves):
     of_row, centroids = sections(codec.slots, codec.code_bits), codec.centroids.contiguous()
     books = made(Codebooks, centroids=centroids, n=codec.n, m=codec.m,
                  side=math.gcd(codec.n, codec.width // halves))
-    return made_rows(uncut(codes.packed, codec.width, halves), codec.width, of_row, books=books)
+    return made_rows(codes.packed, codec.width, halves, of_row, books=books)
 
 
 ROWS = {Exact: lambda codec, codes, kind, halves: exact_rows(codes.packed, halves),
