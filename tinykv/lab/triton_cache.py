@@ -196,12 +196,8 @@ class Tile(NamedTuple):
 TILES = {  # for decoding, and for many queries at once
     # nothing is decoded: loads must overlap
     "exact": (Tile(16, 64, 4, 2), Tile(32, 64, 4, 3)),
-    # one warp waits for no other, and sums over tokens without shared memory
-    "token": (Tile(16, 64, 1, 3, 255), Tile(16, 64, 4, 3)),
-    # the same, plus the scales of channels
-    "channel": (Tile(16, 64, 1, 3, 255), Tile(16, 64, 4, 3)),
-    # a table lookup for each byte: one warp would spill
-    "ternary": (Tile(16, 64, 2, 3), Tile(16, 64, 4, 3)),
+    # codes in products: one warp waits for no other, and sums over tokens without shared memory
+    "codes": (Tile(16, 64, 1, 3, 255), Tile(16, 64, 4, 3)),
     # two products for each number, and the tables of cosines and sines
     "rotated": (Tile(16, 32, 1, 1), Tile(16, 64, 4, 1)),
     # with one stage, centroids are loaded through the L1 cache
@@ -219,7 +215,7 @@ def kind_of(rows, halves):
         return "single"
     if halves == 2:
         return "rotated"
-    return "ternary" if rows.ternary is not None else rows.fold.value or "exact"
+    return "codes" if rows.fold.value else "exact"
 
 
 def tiling(keys, values, halves, n_queries):
@@ -230,9 +226,10 @@ def tiling(keys, values, halves, n_queries):
     hardest = max(kind_of(keys, halves), kind_of(values, 1), key=kinds.index)
     few = 4 if hardest == "rotated" else 16  # query rows, as in decoding
     tile = TILES[hardest][n_queries > few]
-    # one warp has too few registers for 8 bits, or for a head of 80 channels, padded to 128
+    # one warp has too few registers for 8 bits, for a table lookup of each byte, or for 80 channels, padded to 128
     d, bits = keys.width.value, {sum(s.bits for s in side.sections.value) for side in (keys, values)}
-    if (d & d - 1 or 8 in bits) and tile.warps == 1:
+    ternary = any(side.ternary is not None for side in (keys, values))
+    if (d & d - 1 or 8 in bits or ternary) and tile.warps == 1:
         tile = tile._replace(warps=2)
     # four warps have too few for 64 tokens of 5 or 7 bits and many queries
     if bits & {5, 7} and tile.warps == 4:
