@@ -54,6 +54,8 @@ def difference(given, right, tolerance, names="", path=()):
         parts = ((g, r, tolerance, names, (*path, i)) for i, (g, r) in enumerate(zip(given, right)))
         return next(filter(None, (difference(*part) for part in parts)), "")
     if isinstance(right, dict):
+        if "type" in right and given == right:  # a model, say
+            return ""
         if not fits(given, right):
             return f"{place}It has to be {kind(right)}; yours is {kind(given)}."
         exact = right["dtype"] in STORED
@@ -78,6 +80,11 @@ def complaints(given, right, errors):
             yield told
 
 
+def shortest(told):
+    """Of what is wrong in a test, the shortest of those that are about the same as the first."""
+    return short(min((text for text in told if text.split()[0] == told[0].split()[0]), key=len))
+
+
 def place_of(path, names, index=()):
     """Where a value stands in lists in lists, and a number in a tensor, in words. names: of the first levels, what a
     value there is called, or by `|` each of them; and after each `;`, of a tensor with so many dimensions, what these
@@ -97,7 +104,7 @@ def place_of(path, names, index=()):
 
 def fits(given, right):
     """Whether it is a tensor of the right shape and dtype. Where integers are asked for, any will do."""
-    if not isinstance(given, dict) or given.get("shape") != right["shape"]:
+    if not isinstance(given, dict) or "type" in {*given, *right} or given["shape"] != right["shape"]:
         return False
     if len(given["numbers"]) != len(right["numbers"]):
         return False
@@ -138,10 +145,16 @@ def short(text):
 
 def called(function, given):
     """A call, in words."""
-    names = ()
-    with suppress(TypeError, ValueError):  # what is not written in Python may have none
-        names = inspect.signature(function).parameters
-    return f"{function.__name__} with " + ", ".join(f"{name} = {told(x)}" for name, x in zip(names, given))
+    pairs = zip(parameters_of(function, given), given)
+    return f"{function.__name__} with " + ", ".join(f"{name} = {told(x)}" for name, x in pairs)
+
+
+def parameters_of(function, given):
+    """What a function calls the arguments that it is given."""
+    names = []
+    with suppress(TypeError, ValueError):  # what is not written in Python may have no signature
+        names = [*inspect.signature(function).parameters]
+    return (names + ["an argument"] * len(given))[:len(given)]
 
 
 def told(value):

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from docs.course.assignments import PAGE, answer_of, folder_of, key_of, named, write_missing
-from docs.course.compare import called, complaints, plain, short
+from docs.course.compare import called, complaints, parameters_of, plain, shortest
 from docs.course.compiles import definitions, errors_here, kernels_in, source_of
 from docs.course.confine import confine
 
@@ -160,12 +160,13 @@ class Same:
         self.note(plain(value), hint, tolerance, names + self.axes)
 
     def call(self, function, *given, hint="", tolerance=1e-4, names="", then=lambda result: result):
-        """So has what a function makes of its arguments, which it leaves as they are, or what `then` makes of that.
-        -> the function's result"""
-        tried, before = called(function, given), plain(given)
+        """So has what a function makes of its arguments, or what `then` makes of that, and then the arguments, which it
+        leaves as they are. -> the function's result"""
+        tried, parameters = called(function, given), "|".join(parameters_of(function, given))
         result = function(*given)
         self(then(result), f"{tried}. {hint}", tolerance, names)
-        self(plain(given) == before, f"{function.__name__}: whether all arguments are as they were")
+        self(given, f"{function.__name__}: its arguments afterwards, which it leaves as they are.", 1e-5,
+             f"{parameters}|")  # some come from an earlier call
         return result
 
 
@@ -218,7 +219,7 @@ def pytest_runtest_call(item):
             signal.setitimer(signal.ITIMER_PROF, 0)
         # also where the student's code has then raised something
         if wrong := [*complaints(item.notes, item.right, lambda: errors_here(path_of(item), item.path))]:
-            pytest.fail(short(min(wrong, key=len)), pytrace=False)
+            pytest.fail(shortest(wrong), pytrace=False)
 
 
 def too_long(number, frame):

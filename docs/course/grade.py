@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from docs.course import assignments, compiles, confine
 from docs.course.assignments import PAGE, ROOT, answer_of, assignment_of, folder_of, key_of, named
-from docs.course.compare import complaints, short
+from docs.course.compare import complaints, short, shortest
 from docs.course.confine import hole
 from tinykv import UserError
 from tinykv.lab.cli import Columns, Parser, one_line, printable
@@ -162,7 +162,7 @@ def judged(test, given):
         return result | {"message": "Your code ended the process, took too long, or filled its folder, before this "
                          "test was over. If no test has points, look at what the file does when it is imported."}
     if told := [*complaints(given["notes"], test["notes"], lambda: given["errors"])]:
-        return result | {"message": short(min(told, key=len))}
+        return result | {"message": shortest(told)}
     if given["fault"] or len(given["notes"]) != len(test["notes"]):
         return result | {"message": short(str(given["fault"])) or "Your code ended this test before it was over."}
     return result | {"points": test["points"], "message": ""}

@@ -238,20 +238,24 @@ def test_a_call_is_told_and_compared_and_its_arguments_too():
     def doubled(x, by):
         return x.mul_(by)
     noted = []
-    same = course.Same(lambda value, hint, *_: noted.append((value, hint)))
+    same = course.Same(lambda *note: noted.append(note))
     same.call(doubled, torch.ones(2), 2, hint="Twice.", then=torch.Tensor.tolist)
-    same.call(min, [3, 4])  # which says no names
+    same.call(min, 3, 4)  # which says no names
     assert compare.called(doubled, (torch.nn.Linear(1, 1), object())) == "doubled with x = Linear, by = object"
-    assert noted[0] == ([2.0, 2.0], "doubled with x = [1.0, 1.0], by = 2. Twice.")
-    assert [value for value, _ in noted[1:]] == [False, 3, True]
+    assert noted[0][:2] == ([2.0, 2.0], "doubled with x = [1.0, 1.0], by = 2. Twice.")
+    left = (compare.plain([torch.ones(2), 2]), *noted[1][1:])  # what a function that writes elsewhere notes
+    assert [*compare.complaints(noted[1:2], [left], dict)] == [
+        "doubled: its arguments afterwards, which it leaves as they are.\nX, at [0], counted from 0: yours is 2; right is "
+        "1. That row: yours [2, 2]; right [1, 1]. 2 of 2 numbers are off."]
+    assert [(value, names) for value, _, _, names in noted[2:]] == [(3, ""), ([3, 4], "an argument|an argument|")]
 
 
 def test_what_is_told_is_short_and_moves_no_cursor(capsys):
     """A hint ends, whatever the text, in a time that grows with what is shown."""
-    right = {"title": "t", "points": 4, "notes": [[1, "a long case", 0, ""], [2, "short", 0, ""],
-                                                [3, "a right case", 0, ""]]}
-    given = {"notes": [[7, "", 0], [8, "", 0], [3, "", 0]], "fault": "and then it raised", "errors": {}}
-    assert grade.judged(right, given)["message"].startswith("short\n")
+    right = {"title": "t", "points": 4, "notes": [[1, "grid of a long case", 0, ""], [2, "grid of two", 0, ""],
+                                                [4, "fit", 0, ""], [3, "grid", 0, ""]]}
+    given = {"notes": [[7, "", 0], [8, "", 0], [5, "", 0], [3, "", 0]], "fault": "then it raised", "errors": {}}
+    assert grade.judged(right, given)["message"].startswith("grid of two\n")  # the first is about the grid
     ended = {"notes": right["notes"][:2], "fault": "", "errors": {}}
     assert grade.judged(right, ended)["message"] == "Your code ended this test before it was over."
     assert len(compare.short("[" * 10 ** 6)) <= compare.LONGEST
