@@ -365,7 +365,7 @@ class KVCache:
             raise UserError(f"a forward has begun and not ended, so some tokens are read in part: {self!r}; "
                             "`reset` the cache, or make a new one")
         if goes_on:
-            self.check_method()
+            self.check_unchanged()
             if self.prompt is None and self.protocol == "paper":
                 raise UserError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
                                 "prompt's length, to go on from it")
@@ -400,7 +400,7 @@ class KVCache:
         return self.method, self.protocol, self.prompt, self.method.scheme, made_with(self.method), [
             *self.method.each_codec()]
 
-    def check_method(self):
+    def check_unchanged(self):
         """UserError if the method is no longer what this text has begun with."""
         now = self.reads_with()
         changed = [name for name, value in self.begun_with.items() if now.get(name) is not value]

@@ -101,7 +101,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         result.seconds += time.perf_counter() - clock
         result.reads_codes += len(tokens) * (coded > 0 or cache.layers[0].quantizes_first)
         refuse_overflow(cache, outputs)
-        cache.check_method()
+        cache.check_unchanged()
         if cache.start:  # predictions at a prefix's own positions are fp16's
             at_prefix = torch.stack([h[:cache.start] for h in exact])  # (B, n, D)
             outputs = [at_prefix, *outputs]
