@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
+import wrong_methods
 from cases import model_of, tokens_of
 from planted import CONFIG, L, Planted, changed, d, few_tries, random_rows, same, tables
 
@@ -207,6 +208,17 @@ def test_a_calibration_that_was_interrupted_is_none():
         calibrate(model, method, tokens_of(2, 40, seed=1))
     with pytest.raises(UserError, match="not calibrated"):
         model(tokens_of(1, 9), KVCache(model, method))
+
+
+def test_a_second_calibration_finds_what_a_first_one_would():
+    """Also where a method chooses by its codes: while it is calibrated, no table is another text's."""
+    model = model_of(2)
+    once, twice = (wrong_methods.WorstCoded(model.config, scheme="token-static") for _ in range(2))
+    calibrate(model, twice, tokens_of(2, 40))
+    first = tables(twice)
+    for method in (once, twice):
+        calibrate(model, method, tokens_of(2, 40, seed=1))
+    assert same(tables(once), tables(twice)) and not same(first, tables(twice))
 
 
 def test_a_copied_method_has_tables_of_its_own():

@@ -60,13 +60,6 @@ class OneTooMany(PFN):
         return first_tokens(layer_cache, self.preserve + 1)
 
 
-class WorstCodedAtOnce(CodecMethod):
-    """As `WorstCoded`, but it asks in calibration, too."""
-
-    def keep_keys(self, layer_cache, n):
-        return best_tokens(layer_cache.keys, n, 3, partial(code_error, layer_cache.keys.codec))
-
-
 class NotThere(CodecMethod):
     def keep_keys(self, layer_cache, n):
         return layer_cache.length + first_tokens(layer_cache, 1)

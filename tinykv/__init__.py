@@ -38,25 +38,6 @@ def one_of(choices, **settings):
             raise UserError(f"{name} is one of {', '.join(choices)}; got {value!r}{did_you_mean(value, choices)}")
 
 
-def check_tokens(tokens, config, seen=0):
-    """UserError unless tokens are ids (B, T) of this vocabulary, and the model has positions for them after those
-    seen; and under torch.autocast. A single token may be the model's own, and on a GPU to look at it would take a
-    step's time."""
-    import torch  # not before it is known to be there
-    shape, dtype = tuple(getattr(tokens, "shape", ())), str(getattr(tokens, "dtype", ""))
-    if len(shape) != 2 or 0 in shape or dtype not in ("torch.int64", "torch.int32"):
-        raise UserError(f"tokens have to be a tensor of ids (B, T), int64; got {type(tokens).__name__} {shape} {dtype}")
-    if torch.is_autocast_enabled(tokens.device.type):
-        raise UserError("torch.autocast rounds what codecs compute; leave it out, and load the model in 16 bits, with "
-                        "hf.load(folder, dtype=torch.bfloat16)")
-    if seen + shape[1] > config.positions:
-        raise UserError(f"{seen + shape[1]} tokens are more than the {config.positions} positions that this model was "
-                        "made for; ask for fewer, `reset` the cache, or set max_position_embeddings in the config")
-    if shape[1] > 1 and not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
-        raise UserError(f"token ids go from 0 to {config.vocab_size - 1}; these go from {tokens.min()} to "
-                        f"{tokens.max()}; take the model's own tokenizer")
-
-
 def all_finite(what, numbers):
     """UserError if numbers that a model computed are not all finite."""
     if not numbers.isfinite().all():

@@ -31,10 +31,10 @@ from types import SimpleNamespace
 
 import torch
 
-from tinykv import UserError, at_least, check_tokens, one_of
+from tinykv import UserError, at_least, one_of
 from tinykv.codecs.base import Pair, sixteen_bits
 from tinykv.codecs.schemes import SCHEMES
-from tinykv.model import same_model
+from tinykv.model import check_tokens, same_model
 
 PROTOCOLS = ("paper", "stream")
 

@@ -9,10 +9,10 @@ codebooks. If all layers take too much memory, some of them are held, and the te
 import torch
 import torch.nn.functional as F
 
-from tinykv import UserError, all_finite, check_tokens
+from tinykv import UserError, all_finite
 from tinykv.cache import KVCache, made_with
-from tinykv.codecs.base import Codec, sixteen_bits
-from tinykv.model import Trace
+from tinykv.codecs.base import sixteen_bits
+from tinykv.model import Trace, check_tokens
 
 HELD = 2 ** 34  # bytes of what layers computed, about
 
@@ -31,7 +31,10 @@ def calibrate(model, methods, windows, progress=None, seed=0):
             raise UserError(f"calibrate takes methods that are made, such as KIVI(model.config); got {method!r}")
         method.calibrated_on = None  # until the last table is there
     learning = [method for method in methods if any(codec.needs_text for _, _, codec in method.each_codec())]
-    gradients = any(codec.needs_gradient for method in learning for _, _, codec in method.each_codec())
+    codecs = [codec for method in learning for _, _, codec in method.each_codec() if codec.needs_text]
+    for codec in codecs:  # what a method keeps does not depend on tables of other text
+        vars(codec).update(dict.fromkeys(codec.tables))
+    gradients = any(codec.needs_gradient for codec in codecs)
     text = Text(model, windows, gradients, progress)
 
     # 1. What methods have to find themselves
@@ -62,11 +65,9 @@ def shown(cache, layer, computed):
     """
     layer_cache, examples = cache.layers[layer], []
     layer_cache.append(computed["k"], computed["v"])
-    codecs = layer_cache.keys.codec, layer_cache.values.codec
-    layer_cache.keys.codec, layer_cache.values.codec = map(WithoutTables, codecs)
     layer_cache.keep(layer_cache.length, layer_cache.length)
     cache.observe(layer, computed["hidden"])
-    for codec, cached in zip(codecs, (layer_cache.keys, layer_cache.values)):
+    for cached in (layer_cache.keys, layer_cache.values):
         rows = cached.recent[:, :, cache.start:]  # (W, Hkv, T, d), without a prefix
         kept = cached.is_kept(layer_cache.length)  # (W, Hkv, n + T), n tokens of a prefix
         if kept is None:
@@ -76,23 +77,9 @@ def shown(cache, layer, computed):
         if gradient is not None and cached.kind == "k" and cache.method.rope == "post":
             gradient = cache.rope.rotate(gradient, cache.start)  # as the key is
         check(layer, rows, kept, gradient)
-        examples.append((codec, rows, kept, gradient))
+        examples.append((cached.codec, rows, kept, gradient))
     cache.layers[layer] = None  # whose rows take memory, and no later layer looks at them
     return examples
-
-
-class WithoutTables(Codec):
-    """Stands for a codec while a method chooses: one that needs text has no tables yet, or those of other text."""
-
-    def __init__(self, codec):
-        self.codec, self.bits, self.needs_text = codec, codec.bits, codec.needs_text
-        self.tokens_per_group, self.decode = codec.tokens_per_group, codec.decode
-
-    def encode(self, x, ignore=None):
-        if self.needs_text:
-            raise UserError(f"{self.codec!r} has no tables while `keep_keys` is asked in calibration; choose without "
-                            "its codes where it `needs_text` and `calibrated()` is empty")
-        return self.codec.encode(x, ignore)
 
 
 def check(layer, rows, kept, gradient):

@@ -226,8 +226,8 @@ def count_bits(result, cache, tokens):
             parts = rows.tensors()
             held = {part: sum(t.nbytes for t in tensors) for part, tensors in parts.items()}  # of all sequences
             of_token = B * cache.config.num_key_value_heads * cache.config.head_dim  # numbers
-            n = T - getattr(rows.codes, "gone", 0)  # tokens
-            n_far = min(FAR, max(n, getattr(rows.codec, "window", FAR)))
+            n = T if rows.codes is None else T - rows.codes.gone  # tokens
+            n_far = min(FAR, max(n, rows.codec.window or FAR))
             numbers, numbers_far = numbers + n * of_token, numbers_far + n_far * of_token
             if rows.n_coded == T - n:  # no codes are held
                 total, total_far = total + sum(held.values()), total_far + 2 * n_far * of_token

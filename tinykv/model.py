@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tinykv import UserError, all_finite, at_least, check_tokens, one_of
+from tinykv import UserError, all_finite, at_least, one_of
 
 
 @dataclass
@@ -370,6 +370,24 @@ class Llama(nn.Module):
         if cache is not None and max_new_tokens:
             cache.unread = unread  # (B, 1)
         return tokens
+
+
+def check_tokens(tokens, config, seen=0):
+    """UserError unless tokens are ids (B, T) of this vocabulary, and the model has positions for them after those
+    seen; and under torch.autocast. A single token may be the model's own, and on a GPU to look at it would take a
+    step's time."""
+    shape, dtype = tuple(getattr(tokens, "shape", ())), str(getattr(tokens, "dtype", ""))
+    if len(shape) != 2 or 0 in shape or dtype not in ("torch.int64", "torch.int32"):
+        raise UserError(f"tokens have to be a tensor of ids (B, T), int64; got {type(tokens).__name__} {shape} {dtype}")
+    if torch.is_autocast_enabled(tokens.device.type):
+        raise UserError("torch.autocast rounds what codecs compute; leave it out, and load the model in 16 bits, with "
+                        "hf.load(folder, dtype=torch.bfloat16)")
+    if seen + shape[1] > config.positions:
+        raise UserError(f"{seen + shape[1]} tokens are more than the {config.positions} positions that this model was "
+                        "made for; ask for fewer, `reset` the cache, or set max_position_embeddings in the config")
+    if shape[1] > 1 and not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
+        raise UserError(f"token ids go from 0 to {config.vocab_size - 1}; these go from {tokens.min()} to "
+                        f"{tokens.max()}; take the model's own tokenizer")
 
 
 def pick_token(logits, temperature, top_p, rng):

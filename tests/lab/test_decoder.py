@@ -87,7 +87,7 @@ def test_codes_that_no_later_query_sees_are_neither_read_nor_held_nor_counted(na
         for layer, sees in zip(text.layers, cache.windows):
             G = layer.keys.codec.tokens_per_group
             gone = (T + 1 - window) // G * G if sees else 0
-            assert getattr(layer.keys.codes, "gone", 0) == min(gone, layer.keys.n_coded)
+            assert (layer.keys.codes.gone if layer.keys.codes else 0) == min(gone, layer.keys.n_coded)
             codes = layer.keys.codes.codes if sees else layer.keys.codes
             assert codes.packed.shape[2] == layer.keys.n_coded - min(gone, layer.keys.n_coded)
         assert {bool(sees) for sees in cache.windows} == {True, name == "Mistral"}

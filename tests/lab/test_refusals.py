@@ -384,8 +384,6 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *(("changed since it was calibrated", lambda setting=setting, value=value: edited(made("rtn"), setting, value))
       for setting, value in (("rope", "post"), ("bits", 3))),
     ("has to give floating-point", integers),
-    ("Affine.* has no tables while `keep_keys` is asked in calibration", lambda: calibrate(
-        MODEL, wrong_methods.WorstCodedAtOnce(CONFIG), TOKENS)),
     *(("a codec, or a setting of one, has changed since it was calibrated", lambda codecs=codecs: edited(
         made("rtn"), "codecs", codecs(made("rtn").codecs))) for codecs in (list, lambda codecs: codecs[::-1])),
     ("says scheme channel-dynamic, and its codecs are of token-dynamic", lambda: edited(

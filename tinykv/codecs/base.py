@@ -29,6 +29,7 @@ class Codes:
     a row) uint8, or (B, Hkv, T, d) in 16 bits where nothing is quantized. Codecs that treat all heads of a token as
     one row have 1 instead of Hkv.
     """
+    gone = 0  # the first tokens, whose codes were dropped because no later query sees them
 
     def __init__(self, packed, **others):
         self.packed = packed
@@ -165,6 +166,7 @@ class Codec:
     bits = None  # nominal bits of a number, which every codec says
     scheme = None  # the name of the scheme that made it
     tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups
+    window = None  # tokens that a query sees, where older codes are dropped
     needs_text = False  # True: calibration has to call `fit` before the first text
     needs_gradient = False  # True: `fit` is given the gradient of the loss
     tables = ()  # names of the tensors that `fit` sets (None before it): only these are restored and counted

@@ -200,7 +200,7 @@ class Bridge(Cache):
         """New q, k, v of layer i, and how many tokens it has seen -> K and V for attention."""
         attended, layer = cache.update(i, *new), cache.layers[i]
         for rows in (layer.keys, layer.values):
-            if hasattr(rows.codes, "gone"):
+            if rows.codes is not None and rows.codec.window:
                 rows.codec.drop(rows.codes, layer.length + 1 - self.windows[i])
         return attended
 
