@@ -503,20 +503,22 @@ def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
 
 # ---- 8. AnTKV's anchor scores
 
-@triton.jit(do_not_specialize=["T", "S", "window"])
-def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.constexpr, DIM: tl.constexpr,
-                  D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "seen", "n", "window"])
+def anchor_kernel(q, norm, lse, k, positions, of_k, of_v, T, seen, n, window, factor, R: tl.constexpr,
+                  DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
     # `equation_5` of tinykv/methods/antkv.py. One program: N keys of one KV head, and all queries that see them.
-    #   q (B, H, T, d), d = DIM    norm |q|, lse (B, H, T) fp32    k (B, Hkv, S, d), rotated
-    #   of_k, of_v (B, Hkv, S) fp32    factor: log2(e) / sqrt(d)
-    tiles = tl.cdiv(S, N)
+    #   q (B, H, T, d), d = DIM    norm |q|, lse (B, H, T) fp32    seen: position of the first query
+    #   k (B, Hkv, n, d), rotated    positions (B, Hkv, n) int32: theirs, in any order
+    #   of_k, of_v (B, Hkv, n) fp32    factor: log2(e) / sqrt(d)
+    tiles = tl.cdiv(n, N)
     bh, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     j, c = tile * N + tl.arange(0, N), tl.arange(0, D)  # (N), (D)
-    keys = tl.load(k + (bh * S + j)[:, None] * DIM + c[None], (j < S)[:, None] & (c < DIM)[None], 0)  # (N, D)
+    keys = tl.load(k + (bh * n + j)[:, None] * DIM + c[None], (j < n)[:, None] & (c < DIM)[None], 0)  # (N, D)
+    at = tl.load(positions + bh * n + tl.minimum(j, n - 1))  # (N)
     sum_k, sum_v = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
     # the query rows that see any of these keys; as in attend_kernel, R of them for each new token
-    first = tl.maximum(tile * N - (S - T), 0) * R // M * M
-    last = tl.minimum(tile * N + N - 1 - (S - T) + window, T) * R
+    first = tl.maximum(tl.min(at, 0) - seen, 0) * R // M * M
+    last = tl.minimum(tl.max(at, 0) - seen + window, T) * R
     for row0 in range(first, last, M):
         row = row0 + tl.arange(0, M)  # (M)
         t, live = row // R, row < T * R  # (M) both
@@ -524,16 +526,16 @@ def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.const
         # scores
         queries = tl.load(q + query[:, None] * DIM + c[None], live[:, None] & (c < DIM)[None], 0)  # (M, D)
         s = product(queries, tl.trans(keys), None, DOT) * factor  # (M, N)
-        position = S - T + t  # (M)
-        seen = live[:, None] & (j[None] <= position[:, None]) & (j[None] > position[:, None] - window)
+        position = seen + t  # (M)
+        sees = live[:, None] & (at[None] <= position[:, None]) & (at[None] > position[:, None] - window)
         # the attention weights, from each query's log-sum-exp; log2(e) turns that to base 2
         s -= tl.load(lse + query, live, 0)[:, None] * 1.4426950408889634
-        A = tl.exp2(tl.where(seen, s, float("-inf")))  # (M, N)
+        A = tl.exp2(tl.where(sees, s, float("-inf")))  # (M, N)
         # the sums of Eq. 5
         sum_v += tl.sum(A, 0)
         sum_k += tl.sum(tl.load(norm + query, live, 0)[:, None] * A * (1 - A), 0)
-    tl.store(of_k + bh * S + j, sum_k, j < S)
-    tl.store(of_v + bh * S + j, sum_v, j < S)
+    tl.store(of_k + bh * n + j, sum_k, j < n)
+    tl.store(of_v + bh * n + j, sum_v, j < n)
 
 
 # ---- 9. Numbers decoded one by one: 16-bit rows, codebooks, and groups too small for sections 3 and 4

@@ -180,7 +180,8 @@ def compiled(job):
     q = torch.randn(1, config.num_attention_heads, T, d).to(torch.bfloat16)
     layer.attended(q)
     if name == "fp16":
-        anchor_scores(q, layer.keys.recent, torch.zeros(q.shape[:3]))
+        k = layer.keys.recent
+        anchor_scores(q, 256, torch.zeros(q.shape[:3]), k, torch.zeros(k.shape[:3], dtype=torch.int32))
         kernels.topk(torch.zeros(1, 2048, 4096, dtype=torch.bfloat16)[..., 7], 5)
     for row in driver.active.kernels:
         row.update(d=d, R=R, T=T)

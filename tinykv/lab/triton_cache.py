@@ -23,7 +23,7 @@ from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import TERNARY, Exact, factors_of, largest_code, sections
 from tinykv.codecs.codebook import Codebook
-from tinykv.methods.antkv import AnTKV, equation_5
+from tinykv.methods.antkv import AnTKV
 from tinykv.model import turned
 
 TILE = 64  # tokens that a program reads at a time, at most
@@ -395,16 +395,19 @@ def turn_of(freq, N, tiles, dtype, lift, device):
     return Turn(cos, sin, first.cos(), first.sin())
 
 
-def anchor_scores(q, k, lse, window=None):
-    """AnS(K) and AnS(V) of the S newest keys, (B, Hkv, S) both: `equation_5`. lse is over all keys."""
-    (B, H, T, d), (Hkv, S) = q.shape, k.shape[1:3]
+def anchor_scores(q, seen, lse, k, positions, window=None):
+    """AnS(K) and AnS(V), (B, Hkv, n) both, of n tokens: `equation_5`.
+
+    q (B, H, T, d), rotated, from the position `seen` on, with their log-sum-exp over all keys (B, H, T). k (B, Hkv, n,
+    d): the tokens' keys, rotated. positions (B, Hkv, n) int32: their positions, in any order."""
+    (B, H, T, d), (Hkv, n) = q.shape, k.shape[1:3]
     q, k, norm = q.contiguous(), k.contiguous(), q.norm(dim=-1, dtype=torch.float32)  # (B, H, T)
-    of_k, of_v = torch.empty(2, B, Hkv, S, dtype=torch.float32, device=q.device)
+    of_k, of_v = torch.empty(2, B, Hkv, n, dtype=torch.float32, device=q.device)
     most = 128 if q.dtype.itemsize == 2 or kernels.INTERPRETED else 16  # rows of fp32 fill the registers
     M, N, D = min(most, triton.next_power_of_2(T * H // Hkv)), 64, triton.next_power_of_2(d)
-    kernels.anchor_kernel[triton.cdiv(S, N) * B * Hkv,](
-        q, norm, lse.contiguous(), k, of_k, of_v, T, S, window or S, LOG2E / math.sqrt(d), H // Hkv, d, D, M, N,
-        DTYPES[product_type(q)], num_warps=4, num_stages=2, **FMA)
+    kernels.anchor_kernel[triton.cdiv(n, N) * B * Hkv,](
+        q, norm, lse.contiguous(), k, positions.contiguous(), of_k, of_v, T, seen, n, window or seen + T,
+        LOG2E / math.sqrt(d), H // Hkv, d, D, M, N, DTYPES[product_type(q)], num_warps=4, num_stages=2, **FMA)
     return of_k, of_v
 
 
@@ -444,28 +447,23 @@ class TritonLayer(LayerCache):
 
     def score(self, q, seen, attended):
         """Eq. 5 for the tokens in full precision, recent and kept. Weights come from the attention's log-sum-exp."""
-        q, Hkv, window = attended.q, self.keys.recent.shape[1], self.method.config.sliding_window
-        recent = self.keys.recent.to(q.dtype)  # (B, Hkv, r, d): not rounded again to 16 bits when it is rotated
+        q, kept, (B, Hkv, r, _) = attended.q, self.made.kept, self.keys.recent.shape
+        keys = self.keys.recent.to(q.dtype)  # (B, Hkv, r, d): not rounded again to 16 bits when it is rotated
         if self.method.rope == "pre":
-            recent = self.rope.rotate(recent, self.keys.n_coded)
-        of_keys, of_values = anchor_scores(q, recent, attended.lse, window)  # (B, Hkv, r) both
+            keys = self.rope.rotate(keys, self.length - r)
+        positions = torch.arange(self.length - r, self.length, dtype=torch.int32, device=q.device)  # (r)
+        positions = positions.expand(B, Hkv, r)
+        if kept is not None:
+            keys = torch.cat([keys, attended.kept_keys], dim=2)  # (B, Hkv, r + n, d)
+            positions = torch.cat([positions, kept.positions.expand(B, Hkv, -1)], dim=2)  # (B, Hkv, r + n)
+        scores = anchor_scores(q, seen, attended.lse, keys, positions, self.method.config.sliding_window)
 
-        kept_keys = kept_values = None
-        kept = self.made.kept
-        if kept is not None:  # AnTKV keeps keys and values, but not always of the same tokens
-            # the R T queries of each KV head are as those of one head
-            queries = q.float().reshape(len(q), Hkv, -1, q.shape[-1])  # (B, Hkv, R T, d)
-            s = queries @ attended.kept_keys.float().transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, Hkv, R T, n)
-            A = torch.exp(s - attended.lse.reshape(*queries.shape[:3], 1))  # (B, Hkv, R T, n)
-            if window is not None:
-                at = torch.arange(seen, self.length, device=q.device).repeat(q.shape[1] // Hkv)[:, None]  # (R T, 1)
-                A = A * (kept.positions[:, :, None] > at - window)
-            sums = equation_5(A, queries.norm(dim=-1))  # (B, Hkv, n) both
-            kept_keys, kept_values = (
-                x.gather(2, torch.searchsorted(kept.positions, rows.kept_positions.contiguous()))
-                for x, rows in zip(sums, (self.keys, self.values)))  # (B, Hkv, count) both
-        self.keys.accumulate(of_keys, kept_keys)
-        self.values.accumulate(of_values, kept_values)
+        for rows, of_all in zip((self.keys, self.values), scores):  # (B, Hkv, r + n)
+            of_kept = None
+            if kept is not None:  # AnTKV keeps keys and values, but not always of the same tokens
+                index = torch.searchsorted(kept.positions, rows.kept_positions.contiguous())  # (B, 1 or Hkv, count)
+                of_kept = of_all[:, :, r:].gather(2, index.expand(B, Hkv, -1))  # (B, Hkv, count)
+            rows.accumulate(of_all[:, :, :r], of_kept)
 
 
 class TritonCache(KVCache):
