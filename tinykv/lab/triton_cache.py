@@ -2,13 +2,13 @@
 
     coded_rows     keys or values as the kernels read them, made where tokens are quantized
     kept_tokens    the kept tokens' rows, which are read instead of their codes
-    plan           the kernel's launches: one for each range of tokens that are stored alike, one for the kept tokens
-    attention      of the new queries to all tokens: run these launches and merge their outputs
-    TritonLayer    a `LayerCache` that can attend from its packed codes, and then decodes none
+    TritonLayer    a `LayerCache` that attends from its packed codes, and decodes none
+        plan       the kernel's launches: one for each range of tokens that are stored alike, one for the kept tokens
+        attended   the attention of new queries to all tokens: run these launches and merge their outputs
     TritonCache    a `KVCache` of such layers, which `model.Attention` asks for its output
 """
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -245,84 +245,6 @@ def tiling(keys, values, halves, n_queries):
     return tile._replace(M=min(tile.M, triton.next_power_of_2(n_queries)), N=N)
 
 
-class Attended(NamedTuple):
-    """q (B, H, T, d), rotated; out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; and the
-    keys of KeptTokens, (B, Hkv, n, d), rotated, or None."""
-    q: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    kept_keys: torch.Tensor | None
-
-
-class Made(NamedTuple):
-    """What the kernels read of the coded tokens. It is made anew whenever tokens are quantized."""
-    n_coded: tuple  # coded keys and values when it was made
-    k: PackedRows | None  # None if there are no codes
-    v: PackedRows | None
-    kept: "KeptTokens | None"
-
-
-def attention(q, keys, values, made, rope=None, window=None):
-    """Attention of the T newest tokens to all tokens: q (B, H, T, d), rotated; keys and values: CachedRows -> Attended.
-
-    It equals scaled_dot_product_attention on decoded keys and values, without writing these to memory. made: the `Made`
-    of keys and values. rope: given if keys are stored before RoPE. window: of a sliding-window model.
-    """
-    B, H, T, d = q.shape
-    Hkv, S, q = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2], q.contiguous()
-    kept_keys = rotated(made.kept, rope, S).to(q.dtype) if made.kept else None  # (B, Hkv, n, d)
-    launches = plan(q, keys, values, made, rope, kept_keys)
-    n_pieces = sum(pieces for *_, pieces, _ in launches)
-    acc = torch.empty(n_pieces, B, H, T, d, dtype=torch.float32, device=q.device)
-    top, total = torch.empty(2, n_pieces, B, H, T, dtype=torch.float32, device=q.device)  # (pieces, B, H, T) both
-    first = 0  # piece of a launch
-    for begin, end, k, v, turn, left_out, tile, heads, split, pieces, dot in launches:
-        kernels.attend_kernel[heads, pieces](
-            q, k, v, turn, left_out, acc[first:], top[first:], total[first:],
-            begin, end, split, T, S, window or S, LOG2E / math.sqrt(d), Hkv, H // Hkv, tile.M, tile.N, dot,
-            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.maxnreg, **FMA)
-        first += pieces
-    out, lse = torch.empty_like(q), torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    kernels.merge_kernel[B * H * T,](acc, top, total, out, lse, n_pieces, d, triton.next_power_of_2(d), MERGED, **FMA)
-    return Attended(q, out, lse, kept_keys)
-
-
-def plan(q, keys, values, made, rope, kept_keys):
-    """The launches of attend_kernel: the text is cut where keys, or values, begin to be recent; kept rows are a part of
-    their own. [(begin, end, k, v, Turn, Kept, Tile, programs of a piece, tokens of a piece, pieces, type of a product's
-    operands)].
-    """
-    B, H, T, _ = q.shape
-    Hkv, S, kept = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2], made.kept
-    coded = max(keys.n_coded, values.n_coded)
-    parts = []  # (begin, end, k, v, RoPE, Kept)
-    cuts = sorted({0, keys.n_coded, values.n_coded, S})
-    for begin, end in zip(cuts, cuts[1:]):
-        k = made.k if begin < keys.n_coded else exact_rows(keys.recent, 1 if rope is None else 2, keys.n_coded)
-        v = made.v if begin < values.n_coded else exact_rows(values.recent, 1, values.n_coded)
-        parts.append((begin, end, k, v, rope, kept.left_out if kept and begin < coded else Kept()))
-    if kept:
-        k, v = exact_rows(kept_keys, 1), exact_rows(kept.values.to(q.dtype), 1)
-        parts.append((0, kept_keys.shape[2], k, v, None, kept.piece))
-
-    launches, n_queries = [], T * H // Hkv  # rows of queries of a KV head
-    for begin, end, k, v, rope, left_out in parts:
-        tile = tiling(k, v, 1 if rope is None else 2, n_queries)
-        if q.dtype.itemsize > 2 and not kernels.INTERPRETED:  # fp32: no tensor cores, and tiles fill shared memory
-            tile = tile._replace(M=min(tile.M, 16), stages=1)
-        heads = triton.cdiv(n_queries, tile.M) * B * Hkv
-        # no more pieces than run at once: a few left over would take as long as all others
-        wanted = max(1, min(programs(q.device, tile.warps) // heads, (end - begin) // PIECE))
-        length = end - begin // tile.N * tile.N  # pieces begin at a multiple of N
-        split = triton.cdiv(triton.cdiv(length, wanted), tile.N) * tile.N
-        pieces, turn, dtype = triton.cdiv(length, split), Turn(), product_type(q, k, v)
-        if rope is not None:
-            turn = turn_of(tuple(rope.freq.tolist()), tile.N, triton.next_power_of_2(triton.cdiv(S, tile.N)), dtype,
-                           LIFT.value if k.fold.value else 1, q.device)
-        launches.append((begin, end, k, v, turn, left_out, tile, heads, split, pieces, DTYPES[dtype]))
-    return launches
-
-
 def programs(device, warps):
     """How many programs fill the GPU. In the interpreter a few, so that there is something to merge."""
     if device.type != "cuda":
@@ -426,6 +348,23 @@ def product_type(q, *sides):
 
 # The cache
 
+class Made(NamedTuple):
+    """What the kernels read of the coded tokens. It is made anew whenever tokens are quantized."""
+    n_coded: tuple  # coded keys and values when it was made
+    k: PackedRows | None  # None if there are no codes
+    v: PackedRows | None
+    kept: KeptTokens | None
+
+
+class Attended(NamedTuple):
+    """q (B, H, T, d), rotated; out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; and the
+    keys of KeptTokens, (B, Hkv, n, d), rotated, or None."""
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    kept_keys: torch.Tensor | None
+
+
 class TritonLayer(LayerCache):
     """A layer whose `update` returns the attention's output, which kernels compute from the packed codes."""
 
@@ -436,14 +375,68 @@ class TritonLayer(LayerCache):
         return self.attended(self.rope.rotate(q, seen))
 
     def attended(self, q):
-        """The same for rotated queries."""
+        """The same for rotated queries. It equals scaled_dot_product_attention on decoded keys and values, without
+        writing these to memory."""
+        q, (B, H, T, d) = q.contiguous(), q.shape
         rope = self.rope if self.method.rope == "pre" else None
+        # what the kernels read of the coded tokens
         n_coded = self.keys.n_coded, self.values.n_coded
         if self.made is None or self.made.n_coded != n_coded:
             k = coded_rows(self.keys, 1 if rope is None else 2) if n_coded[0] else None
             v = coded_rows(self.values, 1) if n_coded[1] else None
             self.made = Made(n_coded, k, v, kept_tokens(self.keys, self.values))
-        return attention(q, self.keys, self.values, self.made, rope, self.method.config.sliding_window)
+        kept_keys = rotated(self.made.kept, rope, self.length).to(q.dtype) if self.made.kept else None
+
+        # the sums of each piece of the text
+        launches = self.plan(q, rope, kept_keys)
+        n_pieces, first = sum(pieces for pieces, _ in launches), 0
+        acc = torch.empty(n_pieces, B, H, T, d, dtype=torch.float32, device=q.device)
+        top, total = torch.empty(2, n_pieces, B, H, T, dtype=torch.float32, device=q.device)  # (pieces, B, H, T) both
+        for pieces, launch in launches:
+            launch(accs=acc[first:], tops=top[first:], totals=total[first:])
+            first += pieces
+        # the pieces together
+        out, lse = torch.empty_like(q), torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+        kernels.merge_kernel[B * H * T,](acc, top, total, out, lse, n_pieces, d, triton.next_power_of_2(d), MERGED,
+                                         **FMA)
+        return Attended(q, out, lse, kept_keys)
+
+    def plan(self, q, rope, kept_keys):
+        """The launches of attend_kernel: [(pieces, a function of accs, tops and totals)]. The text is cut where keys,
+        or values, begin to be recent; kept rows are a part of their own. rope: if keys are stored before it."""
+        (B, H, T, d), keys, values, made = q.shape, self.keys, self.values, self.made
+        Hkv, S, kept = keys.recent.shape[1], self.length, made.kept
+        parts = []  # (begin, end, k, v, RoPE, Kept)
+        cuts = sorted({0, *made.n_coded, S})
+        for begin, end in zip(cuts, cuts[1:]):
+            k = made.k if begin < keys.n_coded else exact_rows(keys.recent, 1 if rope is None else 2, keys.n_coded)
+            v = made.v if begin < values.n_coded else exact_rows(values.recent, 1, values.n_coded)
+            skipped = kept.left_out if kept and begin < max(made.n_coded) else Kept()
+            parts.append((begin, end, k, v, rope, skipped))
+        if kept:
+            k, v = exact_rows(kept_keys, 1), exact_rows(kept.values.to(q.dtype), 1)
+            parts.append((0, kept_keys.shape[2], k, v, None, kept.piece))
+
+        launches, n_queries = [], T * H // Hkv  # rows of queries of a KV head
+        for begin, end, k, v, rope, of_kept in parts:
+            tile = tiling(k, v, 1 if rope is None else 2, n_queries)
+            if q.dtype.itemsize > 2 and not kernels.INTERPRETED:  # fp32: no tensor cores, and tiles fill shared memory
+                tile = tile._replace(M=min(tile.M, 16), stages=1)
+            heads = triton.cdiv(n_queries, tile.M) * B * Hkv
+            # no more pieces than run at once: a few left over would take as long as all others
+            wanted = max(1, min(programs(q.device, tile.warps) // heads, (end - begin) // PIECE))
+            length = end - begin // tile.N * tile.N  # pieces begin at a multiple of N
+            split = triton.cdiv(triton.cdiv(length, wanted), tile.N) * tile.N
+            pieces, turn, dtype = triton.cdiv(length, split), Turn(), product_type(q, k, v)
+            if rope is not None:
+                turn = turn_of(tuple(rope.freq.tolist()), tile.N, triton.next_power_of_2(triton.cdiv(S, tile.N)), dtype,
+                               LIFT.value if k.fold.value else 1, q.device)
+            launches.append((pieces, partial(
+                kernels.attend_kernel[heads, pieces], q, k, v, turn, of_kept, begin=begin, end=end, split=split, T=T,
+                S=S, window=self.method.config.sliding_window or S, factor=LOG2E / math.sqrt(d), HKV=Hkv, R=H // Hkv,
+                M=tile.M, N=tile.N, DOT=DTYPES[dtype], num_warps=tile.warps, num_stages=tile.stages,
+                maxnreg=tile.maxnreg, **FMA)))
+        return launches
 
     def score(self, q, seen, attended):
         """Eq. 5 for the tokens in full precision, recent and kept. Weights come from the attention's log-sum-exp."""
