@@ -161,7 +161,7 @@ def expected_quantized(case, method, layer, kind, rows, kept):
 
 
 def read_clipped_groups(case, codec, x, ignore):
-    tables = (codec.group, codec.alpha.float(), codec.centre)
+    tables = (codec.group, codec.alpha.float(), codec.to_middle)
     metadata = case.setting("metadata") or "fp8"
     return oracles.clipped_groups(x, codec.bits, metadata, *(table.numpy() for table in tables))
 

@@ -210,13 +210,13 @@ def fp8(x):
 METADATA = {"fp8": (2 ** -9, 448, fp8), "fp16": (1e-5, 65504, float16)}
 
 
-def clipped_groups(x, bits, metadata, group, alpha, centre):
-    """What x reads as in SKVQ's groups. group (C): that of each channel. alpha, centre (n): how the range of each group
-    is clipped."""
+def clipped_groups(x, bits, metadata, group, alpha, to_middle):
+    """What x reads as in SKVQ's groups. group (C): that of each channel. alpha, to_middle (n): how the range of each
+    group is clipped."""
     floor, largest, rounded = METADATA[metadata]
     rows = to_rows(x)  # (B, T, C)
     out = np.empty_like(rows)
-    for i, (a, c) in enumerate(zip(alpha, centre)):
+    for i, (a, c) in enumerate(zip(alpha, to_middle)):
         channels = group == i  # (C)
         g = rows[..., channels]
         # the range, shrunk around its middle or towards zero

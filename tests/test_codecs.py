@@ -122,7 +122,8 @@ def test_any_magnitude_stays_finite(axis, size):
         assert torch.isfinite(read).all()
         if 1e-5 < size < 6e4:
             assert (read - x).abs().max() <= size / oracles.max_code(bits) * 2.1
-    for codec in (with_tables(NonUniform(3, 2, D, axis, 0.1), x), ClippedGroups(3, 2, D, 8, reorder=False, centres=())):
+    clipped = ClippedGroups(3, 2, D, 8, reorder=False, clip="none")
+    for codec in (with_tables(NonUniform(3, 2, D, axis, 0.1), x), clipped):
         assert torch.isfinite(codec.decode(codec.encode(x))).all()
 
 
@@ -140,7 +141,7 @@ def test_a_head_that_ignores_a_token_has_no_part_in_its_norm():
 def test_ignored_heads_do_not_count():
     """Groups of channels that cross heads, of which one head is ignored: what it holds does not matter to the other;
     a group of nothing else, and a token that is ignored as a whole, are read in their own range."""
-    codec, x = ClippedGroups(4, 2, D, 8, "fp16", reorder=False, centres=()), rows(9)
+    codec, x = ClippedGroups(4, 2, D, 8, "fp16", reorder=False, clip="none"), rows(9)
     codec.regroup(torch.arange(2 * D) % 7 % 4 + 4 * (torch.arange(2 * D) < 3))  # the last has channels of head 0 alone
     ignore = torch.zeros(x.shape[:3], dtype=torch.bool)
     ignore[:, 0, 2:] = ignore[0, :, 5] = True

@@ -103,7 +103,7 @@ def test_a_block_holds_whole_channel_groups(scheme, group_size):
     method = METHODS["rtn"](CONFIG, scheme=scheme, group_size=group_size)
     assert method.block == (group_size if group_size and scheme == "channel-dynamic" else 128)
     for codec in (codec for pair in method.codecs for codec in pair):
-        assert codec.axis == "token" or codec.static or method.block == codec.group
+        assert codec.axis == "token" or codec.static or method.block == codec.group_size
 
 
 @pytest.mark.parametrize("name", ["kivi", "ott", "oscar"])

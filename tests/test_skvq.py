@@ -46,8 +46,8 @@ def test_channels_of_like_range_share_a_group():
         of = cluster_of(layer, kind)
         clusters = [{c for c in range(h) if of[c] == i} for i in range(4)]
         assert sorted(map(sorted, members(codec))) == sorted(map(sorted, clusters))
-        assert codec.alpha.tolist() == [1] * 4 and codec.centre.tolist() == [0] * 4
-    # 16 bits of each clip, 8 of each centre, 32 of each channel's group
+        assert codec.alpha.tolist() == [1] * 4 and codec.to_middle.tolist() == [0] * 4
+    # 16 bits of each clip, 8 of each to_middle, 32 of each channel's group
     assert table_bytes(method) == 2 * L * (4 * h + 3 * 4)
 
 
@@ -69,7 +69,7 @@ def test_groups_are_numbered_without_gaps():
     codec = ClippedGroups(2, 1, 8, 2, "fp16")
     codec.regroup(torch.tensor([7, 2, 7, 2, 4, 2, 4, 7]))
     assert codec.group.tolist() == [2, 0, 2, 0, 1, 0, 1, 2]
-    assert codec.alpha.tolist() == [1, 1, 1] and codec.centre.tolist() == [0, 0, 0]
+    assert codec.alpha.tolist() == [1, 1, 1] and codec.to_middle.tolist() == [0, 0, 0]
     assert codec.encode(torch.randn(1, 1, 5, 8)).scale.shape == (1, 1, 5, 3)
 
 
@@ -98,7 +98,7 @@ def test_calibrating_again_forgets_the_first_time(monkeypatch):
 
 # ---- clips
 
-CENTRES = {"both": (0, 1), "endpoint": (0,), "centre": (1,)}
+MIDDLES = {"both": (0, 1), "endpoint": (0,), "centre": (1,)}
 
 
 @pytest.mark.parametrize("sensitivity, reorder, clip, metadata, alpha", [
@@ -121,22 +121,23 @@ def test_clips_are_the_best_of_the_grid(sensitivity, reorder, clip, metadata, al
     for layer, kind, codec in method.each_codec():
         w = np.linalg.norm(gradients[layer, kind], axis=-1) if sensitivity == "token" else np.ones((2, 20))
         alphas = [alpha] if alpha else [a / 100 for a in range(60 if kind == "k" else 20, 101, 2)]
-        x, losses = model.stacked(layer, kind), {}  # (alpha, centre): of each group
-        for a, centre in [(float(np.float16(a)), centre) for a in alphas for centre in CENTRES[clip]]:
-            of_groups = (np.full(len(codec.alpha), number, np.float32) for number in (a, centre))
+        x, losses = model.stacked(layer, kind), {}  # (alpha, to_middle): of each group
+        for a, m in [(float(np.float16(a)), m) for a in alphas for m in MIDDLES[clip]]:
+            of_groups = (np.full(len(codec.alpha), number, np.float32) for number in (a, m))
             read = oracles.clipped_groups(x.numpy(), codec.bits, metadata, codec.group.numpy(), *of_groups)
             error = oracles.to_rows(read) - model.numbers(layer, kind)  # (W, T, h)
             loss = (error[:, 3:] ** 2 * w[:, 3:, None]).sum((0, 1))  # (h)
-            losses[a, centre] = [loss[list(channels)].sum() for channels in members(codec)]
-        for i, chosen in enumerate(zip(codec.alpha.tolist(), codec.centre.tolist())):
+            losses[a, m] = [loss[list(channels)].sum() for channels in members(codec)]
+        for i, chosen in enumerate(zip(codec.alpha.tolist(), codec.to_middle.tolist())):
             assert losses[chosen][i] <= min(of[i] for of in losses.values()) * (1 + 1e-3)
             seen.add(chosen)
-    assert {centre for _, centre in seen} == set(CENTRES[clip]) and (alpha or len(seen) > 2)
+    assert {m for _, m in seen} == set(MIDDLES[clip]) and (alpha or len(seen) > 2)
 
 
 def test_losses_weigh_tokens_and_leave_out_what_is_kept_in_each_head():
     """In whatever order the channels are. A token weighs the norm of its gradient."""
-    codec, x = ClippedGroups(2, Hkv, d, 8, "fp16", reorder=False, centres=(0,), alpha=1.0), random_rows(1, 20)[0][0][0]
+    codec = ClippedGroups(2, Hkv, d, 8, "fp16", reorder=False, clip="endpoint", alpha=1.0)
+    x = random_rows(1, 20)[0][0][0]
     codec.regroup(torch.randint(4, (h,), generator=torch.Generator().manual_seed(0)))
     kept = torch.rand(Hkv, 20, generator=torch.Generator().manual_seed(1)) < 0.4
     gradient = torch.randn(Hkv, 20, d, generator=torch.Generator().manual_seed(2)) * torch.arange(20.0)[:, None]
@@ -160,7 +161,7 @@ def test_codes_of_two_or_three_levels_may_be_clipped_further(bits, lowest):
 
 def test_codes_make_up_for_a_rounded_zero_point_in_the_smallest_steps_of_fp8():
     """A constant 0.53: its zero point is 0.5 in e4m3, and 15 steps of 2^-9 are missing."""
-    codec = ClippedGroups(8, 1, 8, 8, "fp8", reorder=False, centres=())
+    codec = ClippedGroups(8, 1, 8, 8, "fp8", reorder=False, clip="none")
     read = codec.decode(codec.encode(torch.full((1, 1, 2, 8), 0.53)))
     assert set(read.flatten().tolist()) == {0.5 + 15 / 512}
 

@@ -106,11 +106,11 @@ class Cache:
 def calibrate(x, similar, clipped, dtype):
     group = torch.arange(x.shape[2]) // G  # (C): neighbours
     if similar:
-        # k-means. A channel is a point: its smallest and its largest number. Begin with n points as centres. Then
-        # assign each point to the nearest centre, and move each centre to the mean of its points, until none moves
+        # k-means. A channel is a point: its smallest and its largest number. Begin with n points as centroids. Then
+        # assign each point to the nearest centroid, and move each centroid to the mean of its points, until none moves
         points = torch.stack([x.amin((0, 1)), x.amax((0, 1))], dim=-1)[None]  # (1, C, 2)
-        centres = kmeans(points, x.shape[2] // G, tries=10)  # (1, n, 2): the best of ten beginnings
-        group = nearest(points, centres)[0]  # (C)
+        centroids = kmeans(points, x.shape[2] // G, tries=10)  # (1, n, 2): the best of ten beginnings
+        group = nearest(points, centroids)[0]  # (C)
     # of the shares 1.00, 0.98, .. 0.60 each group takes that of the smallest error
     alphas, errors = (torch.arange(100, 58 if clipped else 98, -2) / 100).half().float(), []
     for alpha in alphas:

@@ -65,7 +65,7 @@ KEPT = {"one for all": {"k": [[0, 3]], "v": [[0, 3]]}, "keys alone": {"k": [[2, 
 @pytest.mark.parametrize("R, batch, recent, block, v_block, window", [
     (1, 1, 0, 1, 1, None), (3, 2, 5, 8, 1, None), (2, 3, 9, 16, 8, 20), (2, 1, 50, 8, 8, 20), (4, 1, 0, 32, 1, 3)])
 def test_a_layer_attends_to_what_it_reads(kept, rope, R, batch, recent, block, v_block, window):
-    pair = Pair(Affine(2, 16, "channel", 8) if block > 1 else Affine(3, 16), Affine(2, 16, group=8))
+    pair = Pair(Affine(2, 16, "channel", 8) if block > 1 else Affine(3, 16), Affine(2, 16, group_size=8))
     same(pair, 2, R, batch, 40, rope=rope, recent=recent, block=block, v_block=v_block, kept=KEPT.get(kept),
          window=window)
 
@@ -235,7 +235,7 @@ def test_a_codec_s_loop_is_its_own(compiling, monkeypatch):
         found.append([type(x) for x in inputs].count(torch.SymInt))
         return graph.forward
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
-    codecs = [Affine(2, 16), Affine(3, 16, group=8), Affine(2, 16, "channel", 32), Affine(4, 16, "channel", 16)]
+    codecs = [Affine(2, 16), Affine(3, 16, group_size=8), Affine(2, 16, "channel", 32), Affine(4, 16, "channel", 16)]
     for alone in (True, False):
         for codec in codecs:
             if alone:

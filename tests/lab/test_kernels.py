@@ -39,8 +39,8 @@ near = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4, check_dtype=Fal
 
 # ---- codecs with tables of random numbers
 
-def affine(heads, width, bits, axis="token", group=None, formula="offset", static=False):
-    codec = Affine(bits, width, axis, group, formula, static)
+def affine(heads, width, bits, axis="token", group_size=None, formula="offset", static=False):
+    codec = Affine(bits, width, axis, group_size, formula, static)
     if static:
         codec.set_range(-1 - torch.rand(heads, width), 1 + torch.rand(heads, width))
     return codec
@@ -56,15 +56,15 @@ STATIC = partial(affine, static=True)
 CODECS = {  # {name: a function of heads and width}
     "exact": lambda heads, width: Exact(),
     **{f"{b:g} bits per token": partial(affine, bits=b) for b in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)},
-    **{f"{b:g} bits per token in groups": partial(affine, bits=b, group=16) for b in (1, 1.5, 2, 3, 4, 8)},
-    **{f"{b:g} bits per channel, {g} tokens": partial(affine, bits=b, axis="channel", group=g) for b, g in
+    **{f"{b:g} bits per token in groups": partial(affine, bits=b, group_size=16) for b in (1, 1.5, 2, 3, 4, 8)},
+    **{f"{b:g} bits per channel, {g} tokens": partial(affine, bits=b, axis="channel", group_size=g) for b, g in
        ((1, 32), (2, 128), (4, 16), (8, 48), (3, 32), (1.5, 32), (2, 8), (4, 5), (5, 32))},
     "4 bits static per token": partial(STATIC, bits=4),
-    "2 bits static per token in groups": partial(STATIC, bits=2, group=16),
+    "2 bits static per token in groups": partial(STATIC, bits=2, group_size=16),
     "2 bits static per channel": partial(STATIC, bits=2, axis="channel"),
     "3 bits static per channel": partial(STATIC, bits=3, axis="channel"),
     "4 bits integer zero": partial(affine, bits=4, formula="integer-zero"),
-    "2 bits integer zero per channel": partial(affine, bits=2, axis="channel", group=32, formula="integer-zero"),
+    "2 bits integer zero per channel": partial(affine, bits=2, axis="channel", group_size=32, formula="integer-zero"),
     "3 bits integer zero static": partial(STATIC, bits=3, axis="channel", formula="integer-zero"),
     **{f"d{n}m{m}": partial(book, n=n, m=m) for n, m in
        ((1, 16), (2, 256), (4, 256), (32, 4096), (8, 512), (16, 2048))},

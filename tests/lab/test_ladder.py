@@ -145,7 +145,7 @@ def test_groups_of_other_shapes():
     page = defined("4_groups.py")
     torch.manual_seed(0)
     x = torch.randn(2, 3, 40, 32) * torch.rand(3, 1, 32)
-    codec = ClippedGroups(2, 3, 32, 16, centres=(1,), sensitivity="none")
+    codec = ClippedGroups(2, 3, 32, 16, clip="centre", sensitivity="none")
     rows = x.transpose(1, 2).flatten(2)  # (B, T, C)
     codec.fit(x, torch.zeros(2, 3, 40, dtype=torch.bool))
     group, alpha = page.calibrate(rows, True, True, page.FP8)

@@ -33,14 +33,14 @@ FORMULAS = ("offset", "integer-zero")
 class Affine(Codec):
     """b-bit integers (1.5 bits: three levels).
 
-    group: G, how many numbers share a scale; the last group of a text may be shorter.
+    group_size: G, how many numbers share a scale; the last group of a text may be shorter.
         axis "token"              channels of a head; by default all d
         axis "channel", dynamic   tokens
         axis "channel", static    no groups: all tokens share a channel's range
     """
     tables = ("scale", "zero")  # static grids only: (Hkv, 1, d/G, 1) or (Hkv, 1, 1, d)
 
-    def __init__(self, bits, width, axis="token", group=None, formula="offset", static=False):
+    def __init__(self, bits, width, axis="token", group_size=None, formula="offset", static=False):
         """width: d, the channels of a head."""
         one_of(("token", "channel"), axis=axis)
         one_of(FORMULAS, formula=formula)
@@ -49,10 +49,10 @@ class Affine(Codec):
         self.needs_text = static
         self.scale = self.zero = None
         if axis == "token":
-            self.group = group or width
+            self.group_size = group_size or width
         else:
-            self.group = None if static else group
-            self.tokens_per_group = self.group or 1  # codes are appended in multiples of this many tokens
+            self.group_size = None if static else group_size
+            self.tokens_per_group = self.group_size or 1  # codes are appended in multiples of this many tokens
 
     def encode(self, x, ignore=None):
         g = self.to_groups(x.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
@@ -114,8 +114,8 @@ class Affine(Codec):
         """x (B, Hkv, T, d) -> (B, Hkv, T, d/G, G), or with axis "channel" (B, Hkv, T/G, G, d), where zeros fill up the
         last group."""
         if self.axis == "token":
-            return x.unflatten(-1, (-1, self.group))
-        size = self.group or x.shape[2]
+            return x.unflatten(-1, (-1, self.group_size))
+        size = self.group_size or x.shape[2]
         missing = -x.shape[2] % size
         if missing:  # `pad` copies also where nothing is
             x = pad(x, (0, 0, 0, missing))  # (B, Hkv, T/G * G, d)

@@ -11,7 +11,7 @@ Three ingredients, and each can be switched off:
   two or three levels: the one that leaves the smallest sum of w (X - X')^2 over the calibration
   tokens. w is the norm of the loss's gradient with respect to the token's row
   (`sensitivity="token"`), or 1 ("none"). "endpoint" takes z = alpha min(X); "centre" shrinks the
-  range around its middle; "both" chooses for each group. A given alpha is that of all groups.
+  range towards its middle; "both" chooses for each group. A given alpha is that of all groups.
 - metadata. h and z are stored in FP8 (e4m3), and rounded before the codes are computed.
 
 Paper and practice.
@@ -49,7 +49,7 @@ from tinykv.kmeans import kmeans, nearest
 
 #           type, smallest scale, largest number
 METADATA = {"fp8": (torch.float8_e4m3fn, 2 ** -9, 448), "fp16": (torch.float16, 1e-5, 65504)}
-# values of `centre` to choose from: 0 shrinks a range towards 0, 1 around its middle
+# values of `to_middle` to choose from: 0 shrinks a range towards 0, 1 towards its middle
 CLIPS = {"both": (0, 1), "endpoint": (0,), "centre": (1,), "none": ()}
 SENSITIVITIES = ("token", "none")
 
@@ -58,26 +58,25 @@ class ClippedGroups(Codec):
     """The codec of one layer's K or V: n groups of channels, each with its own clipped range.
 
     All KV heads of a token are one row of C = Hkv * d channels. heads, width: Hkv and d. group_size: G. reorder:
-    whether k-means makes the groups; if not, neighbours are a group. centres: what the clips are chosen from, see
-    CLIPS. alpha: that of all groups; None: chosen for each. sensitivity: what the errors of a token weigh in that
-    choice.
+    whether k-means makes the groups; if not, neighbours are a group. clip: where ranges may shrink to, see CLIPS.
+    alpha: that of all groups; None: chosen for each. sensitivity: what the errors of a token weigh in that choice.
     """
-    tables = ("group", "alpha", "centre")  # (C), (n) twice: see `regroup`
+    tables = ("group", "alpha", "to_middle")  # (C), (n) twice: see `regroup`
 
     def __init__(self, bits, heads, width, group_size, metadata="fp8", reorder=True,
-                 centres=(0, 1), alpha=None, sensitivity="token"):
+                 clip="both", alpha=None, sensitivity="token"):
         self.bits = known_bits(bits)
         self.width, self.channels, self.group_size = width, heads * width, group_size
         self.dtype, self.floor, self.largest = METADATA[metadata]
         self.sensitivity = sensitivity
-        self.group = self.alpha = self.centre = None
-        self.reorder, self.clips = reorder, bool(centres)
+        self.group = self.alpha = self.to_middle = None
+        self.reorder, self.clips = reorder, clip != "none"
         self.needs_text = self.reorder or self.clips
         self.needs_gradient = self.clips and sensitivity == "token"
         # the clips to choose from, alpha in the 16 bits in which it is stored
         lowest = 60 if self.bits >= 2 else 20  # %
         alphas = [percent / 100 for percent in range(100, lowest - 1, -2)] if alpha is None else [alpha]
-        self.choices = list(itertools.product(torch.tensor(alphas, dtype=torch.float16).tolist(), centres))
+        self.choices = list(itertools.product(torch.tensor(alphas, dtype=torch.float16).tolist(), CLIPS[clip]))
 
     def encode(self, x, ignore=None):
         rows = self.rows(x)  # (B, T, C)
@@ -86,7 +85,7 @@ class ClippedGroups(Codec):
             ignore = to_rows(ignore[..., None].expand(x.shape))  # (B, T, C)
         lo, hi = self.ranges(rows, ignore)  # (B, T, n) both
         # 2. clip it, and round to its grid
-        code, h, z = self.coded(rows, lo, hi, self.alpha.float(), self.centre)  # h, z (B, T, n)
+        code, h, z = self.coded(rows, lo, hi, self.alpha.float(), self.to_middle)  # h, z (B, T, n)
         packed = pack(code.to(torch.uint8), self.bits)  # (B, T, bytes)
         # one row for all heads: (B, 1, T, bytes) and (B, 1, T, n)
         return Codes(packed[:, None], scale=h[:, None], zero=z[:, None])
@@ -100,21 +99,21 @@ class ClippedGroups(Codec):
 
     # The clipped grid
 
-    def coded(self, rows, lo, hi, alpha, centre):
+    def coded(self, rows, lo, hi, alpha, to_middle):
         """rows (B, T, C), ranges (B, T, n) -> codes (B, T, C) before packing, and h and z (B, T, n) as they are stored.
-        alpha and centre (n)."""
-        h, z = self.grid(lo, hi, alpha, centre)  # (B, T, n) both
+        alpha and to_middle (n)."""
+        h, z = self.grid(lo, hi, alpha, to_middle)  # (B, T, n) both
         # round them first: the codes then make up for their error
         h, z = h.to(self.dtype), z.to(self.dtype)  # as they are stored
         code = torch.round((rows - self.of_channels(z)) / self.of_channels(h))  # (B, T, C)
         return code.clamp(0, largest_code(self.bits)), h, z
 
-    def grid(self, lo, hi, alpha, centre):
-        """Ranges (B, T, n) -> clipped, h and z (B, T, n). alpha and centre (n)."""
-        # shrink the range towards its middle (centre = 1) or towards 0
-        middle = centre * (lo + hi) / 2  # (B, T, n)
-        lo = alpha * lo + (1 - alpha) * middle
-        hi = alpha * hi + (1 - alpha) * middle
+    def grid(self, lo, hi, alpha, to_middle):
+        """Ranges (B, T, n) -> clipped, h and z (B, T, n). alpha and to_middle (n)."""
+        # shrink the range towards its middle (to_middle = 1) or towards 0
+        goal = to_middle * (lo + hi) / 2  # (B, T, n)
+        lo = alpha * lo + (1 - alpha) * goal
+        hi = alpha * hi + (1 - alpha) * goal
         # the step, and the zero point
         h = ((hi - lo) / largest_code(self.bits)).clamp(self.floor, self.largest)
         z = lo.clamp(-self.largest, self.largest)
@@ -144,7 +143,7 @@ class ClippedGroups(Codec):
         self.group = labels.to(torch.int32)  # (C): the group of each channel
         # the whole range of each group
         self.alpha = torch.ones(n, dtype=torch.float16, device=labels.device)  # (n)
-        self.centre = torch.zeros(n, dtype=torch.uint8, device=labels.device)  # (n)
+        self.to_middle = torch.zeros(n, dtype=torch.uint8, device=labels.device)  # (n)
 
     def of_channels(self, of_groups):
         """What each group has, (B, T, n) -> what each of its channels has, (B, T, C)."""
@@ -193,7 +192,7 @@ class ClippedGroups(Codec):
                        for w, (x, is_kept) in enumerate(zip(rows, kept)))  # (choices, n)
             best = loss.argmin(0)  # (n)
             choices = torch.tensor(self.choices, dtype=torch.float16, device=best.device)[best]  # (n, 2)
-            self.alpha, self.centre = choices[:, 0].contiguous(), choices[:, 1].to(torch.uint8)  # (n) both
+            self.alpha, self.to_middle = choices[:, 0].contiguous(), choices[:, 1].to(torch.uint8)  # (n) both
 
     def weigh(self, rows, gradient):
         """What each token of a window weighs, (T): w. Without any gradient, all weigh the same."""
@@ -202,7 +201,7 @@ class ClippedGroups(Codec):
         return torch.ones(rows.shape[1], dtype=torch.float32, device=rows.device)
 
     def losses(self, x, kept, weight):
-        """The sum of w (X - X')^2 of each group, for each choice of (alpha, centre): (choices, n).
+        """The sum of w (X - X')^2 of each group, for each choice of (alpha, to_middle): (choices, n).
 
         Summed over a window x (Hkv, T, d) without the tokens that are kept (Hkv, T). weight (T): w.
         """
@@ -213,8 +212,8 @@ class ClippedGroups(Codec):
         used = weight[:, None].expand_as(kept).masked_fill(kept, 0)  # (T, C)
         # quantize with each choice, and add up the squared errors of each group
         sums = []
-        for alpha, centre in self.choices:
-            code, h, z = self.coded(rows, lo, hi, alpha, centre)
+        for alpha, to_middle in self.choices:
+            code, h, z = self.coded(rows, lo, hi, alpha, to_middle)
             read = self.dequantize(code, h, z)  # (1, T, C)
             error = (rows - read)[0].pow(2) * used  # (T, C)
             of_group = torch.zeros(len(self.alpha), dtype=torch.float32, device=x.device)  # (n)
@@ -240,4 +239,4 @@ def skvq(config, kind, bits, group_size=None,
     group_size = group_size or min(64, width)
     if heads * width % group_size:
         raise UserError(f"group size {group_size} does not divide the {heads * width} channels of a token")
-    return ClippedGroups(bits, heads, width, group_size, metadata, reorder == "on", CLIPS[clip], alpha, sensitivity)
+    return ClippedGroups(bits, heads, width, group_size, metadata, reorder == "on", clip, alpha, sensitivity)

@@ -245,8 +245,8 @@ class Histogram:
         # weighted k-means, in which a bin stands for its weighted mean
         points = weighted_x / weight.clamp(min=1e-300)  # (bins)
         weight = weight / weight.max()
-        centres = kmeans(points[None, :, None], n, weight[None], iterations=100, tries=40, seed=seed)
-        levels = centres[0, :, 0].double()  # (n)
+        centroids = kmeans(points[None, :, None], n, weight[None], iterations=100, tries=40, seed=seed)
+        levels = centroids[0, :, 0].double()  # (n)
 
         if q_norm:
             # mean and deviation of the numbers as they are

@@ -40,11 +40,11 @@ def affine(codec, codes, width):
     grid, packed = codec if codec.static else codes, codes.packed  # (B, Hkv, n, bytes)
     s, z = grid.scale.float(), grid.zero.float()
     if codec.axis == "channel":
-        packed = packed.unflatten(2, (s.shape[-3], codec.group or n))  # (B, Hkv, n/G, G, bytes)
+        packed = packed.unflatten(2, (s.shape[-3], codec.group_size or n))  # (B, Hkv, n/G, G, bytes)
         code = codes_of(packed, codec.bits, codec.width, width)  # (B, Hkv, n/G, G, P, w)
         s, z = (x.unflatten(-1, code.shape[-2:]) for x in (s, z))  # (B, Hkv, n/G, 1, P, w) both
     else:
-        code = codes_of(packed, codec.bits, codec.width, math.gcd(width, codec.group))  # (B, Hkv, n, P, w)
+        code = codes_of(packed, codec.bits, codec.width, math.gcd(width, codec.group_size))  # (B, Hkv, n, P, w)
         code = code.unflatten(-2, (s.shape[-2], -1))  # (B, Hkv, n, d/G, G/w, w)
         s, z = s[..., None], z[..., None]  # (B, Hkv, n, d/G, 1, 1) both
     x = code * s + z if codec.formula == "offset" else (code - z) * s

@@ -127,9 +127,9 @@ def affine_rows(codec, codes, kind, halves):
 
     # which tokens, and which channels, share a scale
     if codec.axis == "token":
-        words, tokens, channels = words[..., 0], 1, codec.group
+        words, tokens, channels = words[..., 0], 1, codec.group_size
     else:
-        words, tokens, channels = words[..., 0, :], codec.group or packed.shape[2], 1
+        words, tokens, channels = words[..., 0, :], codec.group_size or packed.shape[2], 1
     batch, head, token, channel = words.stride()
     batch, head = batch * (words.shape[0] > 1), head * (words.shape[1] > 1)  # 0: one for all
     grid = made(Grid, words=words, batch=batch, head=head, token=token, channel=channel, channels=channels,
@@ -138,7 +138,7 @@ def affine_rows(codec, codes, kind, halves):
     # which scales leave the products: those of tokens; for keys, also those of channels (before RoPE only if static)
     fold, groups, cut = "", 1, None
     if codec.axis == "token" and halves == 1:
-        fold, groups, cut = "token", d // codec.group, planes_of(packed, codec.bits, d, codec.group)
+        fold, groups, cut = "token", d // codec.group_size, planes_of(packed, codec.bits, d, codec.group_size)
     elif kind == "k" and codec.axis == "channel":
         if codec.static or halves == 1 and math.gcd(tokens, TILE) >= 16:
             fold, cut = "channel", planes_of(packed, codec.bits, d, d // halves)
