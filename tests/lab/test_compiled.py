@@ -2,6 +2,7 @@
 to 1e-4 of numbers of size 1, as an angle of RoPE's is a sum of two; outputs of 16 bits are the nearest. Most tests call
 the functions as they are (conftest.py): to compile them takes seconds.
 """
+import copy
 import os
 import random
 import subprocess
@@ -180,6 +181,15 @@ def test_scores_decode_nothing(monkeypatch):
     monkeypatch.setattr(LayerCache, "read", None)
     monkeypatch.setattr(compiled_cache, "LEAST", 0)
     logits_of(CompiledCache, "compiled", model_of(2), method_of("antkv", choose="always"), tokens_of(1, 20), 1)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_copy_goes_on_by_itself():
+    """torch copies no sparse matrix, such as that of KVQuant's outliers."""
+    model, tokens = model_of(2), tokens_of(2, 31)
+    _, cache = logits_of(CompiledCache, "compiled", model, method_of("kvquant"), tokens[:, :30], 1)
+    with torch.inference_mode():
+        assert torch.equal(model(tokens[:, 30:], copy.copy(cache)), model(tokens[:, 30:], cache))
 
 
 def test_an_evaluation_reads_token_by_token():

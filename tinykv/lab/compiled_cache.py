@@ -22,7 +22,7 @@ from tinykv.methods.antkv import AnTKV, equation_5
 from tinykv.model import turned
 
 LEAST = 2 ** 18  # coded numbers of the keys; fewer are decoded, and torch's own attention reads them sooner
-APART = WeakKeyDictionary()  # {codes: their matrix of `sparse`, or None}
+APART = WeakKeyDictionary()  # {codes: their matrix of `sparse`, or None}; no cache holds it, as torch cannot copy it
 TILE = 64  # tokens whose cosines and sines stay in the processor's cache
 # no part of a loop is written to memory because it is long, and a product and a sum are one instruction
 SETTINGS = dict.fromkeys(["realize_reads_threshold", "realize_opcount_threshold", "realize_cpu_opcount_threshold",
