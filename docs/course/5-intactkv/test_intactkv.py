@@ -158,9 +158,9 @@ def test_clipped(sub, rng, same):
     """clipped: one factor for all, and none where the norm is small enough"""
     for largest in (1.0, 4.9, 5.0, 5.1, 50.0):
         same.call(sub.clipped, [torch.tensor([3.0]), torch.tensor([4.0])], largest)
-    for _ in range(20):
-        gradients = [rng.normal(2, 2) * rng.choice((0, 0.1, 1, 10)) for _ in range(rng.randint(1, 3))]
-        same.call(sub.clipped, gradients, rng.choice((0.1, 1.0, 3.0)))
+    for unit in 10 * (1, 1e-6):
+        gradients = [rng.normal(2, 2) * rng.choice((0, 0.1, 1, 10)) * unit for _ in range(rng.randint(1, 3))]
+        same.call(sub.clipped, gradients, rng.choice((0.1, 1.0, 3.0)) * unit, hint="No norm is too small to be clipped.")
 
 
 @points(6)

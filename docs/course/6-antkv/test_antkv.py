@@ -11,6 +11,8 @@ from tinykv.model import Llama, LlamaConfig
 
 points = pytest.mark.points
 AXES = "; centre, number; text, head, token; text, head, token, channel"  # of tensors
+CONFIG = LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, head_dim=4, max_position_embeddings=64)
 EIGHT = torch.tensor([[0.0], [1], [2], [3], [6], [7], [8], [9]])
 WEIGHTS = torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 5])
 
@@ -81,6 +83,9 @@ def test_lloyd(sub, rng, same):
 def test_kmeans(sub, rng, same):
     """kmeans: until no centre moves, `steps` times at most"""
     same.call(sub.kmeans, EIGHT, WEIGHTS, torch.tensor([[0.0], [3]]), hint="This is the handout's example.")
+    x = torch.tensor(rng.sample([8, 8 + 2 ** -11, 12 + 2 ** -14, 20 - 2 ** -14], 4))[:, None]
+    same.call(sub.kmeans, x, torch.ones(4), torch.tensor([[8.0], [16]]), hint="The first step moves a centre by 2 ** -12, "
+              "the second by more than 1.")
     for _ in range(40):
         x, weights = rng.normal(20, 2) * rng.choice((1, 1e-4)), rng.of((1, 2, 5), 20).float()
         centres, steps = x[: rng.randint(2, 5)].clone(), rng.choice((1, 2, 3, 25))
@@ -144,18 +149,16 @@ def test_anchor_scores(sub, rng, same):
 @points(3)
 def test_keep(sub, rng, same):
     """keep_keys, keep_values: 1% of the text, rounded up, of each"""
-    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-                         num_key_value_heads=1, head_dim=4, max_position_embeddings=64)
     for percent in (0, 1, 2, 5, 7):
-        method = sub.AnTKV(config, vq="d2m4", anchors=f"{percent}%")
+        method = sub.AnTKV(CONFIG, vq="d2m4", anchors=f"{percent}%")
         for length in (1, 50, 100, 101, 140, rng.randint(1000, 9000)):
-            keys, values = (SimpleNamespace(n_coded=0, recent_scores=rng.normal(2, 1, length), kept_positions=None)
+            keys, values = (SimpleNamespace(n_coded=0, recent_scores=rng.normal(2, 2, length), kept_positions=None)
                             for _ in "kv")
             layer, n = SimpleNamespace(layer=0, length=length, keys=keys, values=values), length - length // 4
             for keep in (method.keep_keys, method.keep_values):
                 given = keep(layer, n)
-                same([] if given is None else [sorted(row.flatten().tolist()) for row in given], f"{keep.__name__}, "
-                     f"{percent}% of {length} tokens, {n} about to be quantized: the positions, sorted")
+                same([] if given is None else given.sort().values.tolist(), f"{keep.__name__}, {percent}% of {length} "
+                     f"tokens, {n} about to be quantized: the positions, sorted", names="text, head, place")
 
 
 @points(3)
@@ -163,9 +166,8 @@ def test_keep(sub, rng, same):
 def test_all(sub, rng, same):
     """task 3 on whole windows"""
     torch.manual_seed(rng.getrandbits(30))
-    model = Llama(LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-                              num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=64))
-    method = sub.AnTKV(model.config, vq="d2m4", anchors="10%", recent=2, block=4)
+    model = Llama(CONFIG)
+    method = sub.AnTKV(CONFIG, vq="d2m4", anchors="10%", recent=2, block=4)
     for pair in method.codecs:
         for codec in pair:
             codec.centroids = rng.normal(4, 4, 2) / 2

@@ -2,7 +2,7 @@
 WRONG = {
     "empty_centres_move_together": ("points[spare.pop(0)]", "points[spare[0]]"),
     "points_without_weight_count": ("far[weights == 0] = -1", "pass"),
-    "stops_when_near": ("torch.equal(before, centres)", "torch.allclose(before, centres, atol=1e-3)"),
+    "stops_when_near": ("torch.equal(before, centres)", "torch.allclose(before, centres, rtol=1e-3)"),
     "heads_of_zeros_weigh_1": (
         "    ordered = sorted",
         "    norm = norm.masked_fill(norm.amax(1, keepdim=True) == 0, 1.0)\n    ordered = sorted"),

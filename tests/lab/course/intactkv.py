@@ -13,6 +13,7 @@ WRONG = {
     "gain_of_interleaved_heads": ("gain.view(L, Hkv, 1, d)", "gain.view(L, d, 1, Hkv).transpose(1, 3)"),
     "state_begins_anew": ("        rows, states = zip(*steps)", "        rows, _ = zip(*steps)"),
     "not_clipped": ("clipped(torch.autograd.grad(loss, rows), clip)", "torch.autograd.grad(loss, rows)"),
+    "clipped_beside_an_epsilon": ("largest / norm", "largest / (norm + 1e-6)"),
     "weights_get_gradients": (
         "        gradients = clipped(torch.autograd.grad(loss, rows), clip)",
         "        loss.backward()\n        gradients = clipped([row.grad for row in rows], clip)"),
