@@ -147,7 +147,7 @@ def test_bytes_of_eight_numbers(sub, rng, same):
                         (rng.choices(range(4), k=8), 2)):
         packed = sub.pack(torch.tensor(codes, dtype=torch.uint8), bits)
         same([packed, sub.unpack(packed, bits, len(codes))], f"pack and unpack {codes} in {bits} bits; the end of the "
-             "bytes is filled up with 0")
+             "bytes is filled up with 0", names="packed|unpacked")
 
 
 @points(14)

@@ -163,10 +163,10 @@ def test_nbytes(sub, rng, same):
         held.append(rows.nbytes)
         rows.quantize(n)
         held.append(rows.nbytes)
-        tried = f"9 tokens with B = {B}, H = {H}, d = {d}; then {kept} are kept; then {n} are quantized: "
-        same(held, tried + "bytes")
-        same([memory(part) <= 2 * part.nbytes for part in (rows.recent, rows.kept_rows)], tried +
-             "whether `recent` and the kept rows have memory of their own; a slice keeps all of it alive")
+        tried = f"9 tokens with B = {B}, H = {H}, d = {d}; then {kept} are kept; then {n} are quantized."
+        same(held, tried, names="bytes at first|bytes with kept ones|bytes with quantized ones")
+        same([memory(part) <= 2 * part.nbytes for part in (rows.recent, rows.kept_rows)], f"{tried} A slice keeps all "
+             "memory alive.", names="whether `recent` has memory of its own|whether kept rows have memory of their own")
 
 
 # Task 2

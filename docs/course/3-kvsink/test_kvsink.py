@@ -39,7 +39,7 @@ def test_outlier(sub, rng, same):
         numbers = [unit * n * rng.choice((-1, 1)) for n in rng.sample(range(1, 90), T * D)]
         hidden = torch.tensor(numbers).float().view(1, T, D)
         same.call(sub.outlier, hidden, hint="Take magnitudes first, and the lower of two middle ones. The ratio is to "
-                  "the median of the T largest magnitudes, one of each token.")
+                  "the median of the T largest magnitudes, one of each token.", names="largest|ratio|channel")
 
 
 # Task 1: find_outlier. Each list begins with the embedding; blocks 0, 1, ... follow
@@ -68,7 +68,7 @@ EXAMPLES = {
 
 def search(sub, same, largest, ratio, channel, hint):
     tensors = torch.tensor(largest).float(), torch.tensor(ratio).float(), torch.tensor(channel)
-    same.call(sub.find_outlier, *tensors, hint=hint)
+    same.call(sub.find_outlier, *tensors, hint=hint, names="layer|channel")
 
 
 @points(10)

@@ -24,7 +24,8 @@ def test_page(sub, rng, same):
         (B, H), block, n = rng.sizes(2, 2), 4, 4 * rng.randint(2, 4)
         x, kept = rng.normal(B, H, block, 8), rng.of((False, False, True), B, H, block)
         for kind in "kv":
-            same.call(sub.grid_of, x, kind, kept, hint="All numbers of a group count, but a kept key's.")
+            same.call(sub.grid_of, x, kind, kept, hint="All numbers of a group count, but a kept key's.",
+                      names="scale|zero")
         sizes = torch.tensor(rng.sample(range(1, 999), B * H * (n + 3))).view(B, H, n + 3, 1) / 32
         shares = torch.tensor([[1, 1, 1, 1], [4, 0, 0, 0], [0, 2, 2, 0], [1, 0, 0, 3]])[rng.of(range(4), B, H, n + 3)]
         keys = sizes * shares * rng.of((-1, 1), B, H, n + 3, 4)  # other norms order them otherwise
@@ -128,10 +129,10 @@ def blocks_of(method, keys, blocks, same, hint, newer=2):
         given = method.keep_keys(layer, n)
         unchanged = [x is None or getattr(rows, name).equal(x) for name, x in vars(before).items() if name != "n_coded"]
         told = f"{hint} p = {method.preserve}, E = {method.extra_pool}; scores by sequence and head {scores}; blocks "
-        told += f"of {blocks}, now tokens {rows.n_coded} to {rows.n_coded + n - 1}: "
-        same([pools(given, method.preserve), unchanged], told + "both pools, sorted; whether the keys are unchanged",
+        told += f"of {blocks}, now n = {n}: tokens {rows.n_coded} to {rows.n_coded + n - 1}."
+        same([pools(given, method.preserve), unchanged], f"{told} Both pools are sorted here.",
              names="kept|whether the keys are unchanged, text, head, pool|extra pool, place")
-        same([given.is_floating_point(), list(given.shape[:2])], told + "whether positions are floats; B and Hkv")
+        same([given.is_floating_point(), list(given.shape[:2])], told, names="whether floats|how many, texts|heads")
         rows.kept_positions = given
         index = given.long()[..., None].expand(B, H, -1, D)
         rows.kept_rows, values.kept_rows = keys.gather(2, index), keys.flip(2).gather(2, index)
@@ -190,7 +191,7 @@ def test_layers_without_a_pool(sub, rng, same):
             rows = SimpleNamespace(n_coded=0, kept_positions=None, kept_rows=None,
                                    recent=keys_with(rng, rng.of(range(3, 60), 1, 2, 6)))
             given = method.keep_keys(SimpleNamespace(layer=layer, keys=rows, values=rows, length=6), 4)
-            same(pools(given, p), f"keep_keys in layer {layer} with p = {p} and skip_layers = {skip_layers}",
+            same(pools(given, p), f"keep_keys in layer {layer} with n = 4, p = {p} and skip_layers = {skip_layers}",
                  names="text, head, pool|extra pool, place")
 
 

@@ -160,7 +160,7 @@ def test_clipped(sub, rng, same):
         same.call(sub.clipped, [torch.tensor([3.0]), torch.tensor([4.0])], largest)
     for unit in 10 * (1, 1e-6):
         gradients = [rng.normal(2, 2) * rng.choice((0, 0.1, 1, 10)) * unit for _ in range(rng.randint(1, 3))]
-        same.call(sub.clipped, gradients, rng.choice((0.1, 1.0, 3.0)) * unit, hint="No norm is too small to be clipped.")
+        same.call(sub.clipped, gradients, rng.choice((0.1, 1.0, 3.0)) * unit, hint="No norm is too small to clip.")
 
 
 @points(6)
@@ -188,14 +188,13 @@ def test_train(sub, rng, same):
         tokens = rng.of(range(24), 3, 5)
         lr = rng.choice((0.02, 0.1))
         trained = sub.train(full, quantized, tokens, keys, values, updates, lr, clip)
-        tried = f"train with {updates} updates, lr = {lr}, clip = {clip}: "
+        tried = f"train with {updates} updates, lr = {lr}, clip = {clip}. "
         same([[rows.requires_grad for rows in trained], [rows - old for rows, old in zip(trained, (keys, values))]],
-             tried + "whether keys and values require a gradient; what they have changed by", 2e-3,
-             names="requires a gradient|change, keys|values")
-        same([weights_of(full), weights_of(quantized), keys], tried + "both models' weights, and the given keys, which "
-             "stay as they are", 0, "full|quantized|keys")
-        same([keys.requires_grad, any(p.grad is not None for model in (full, quantized) for p in model.parameters())],
-             tried + "whether the given keys require a gradient, and whether a weight has one", names="keys|weights")
+             tried, 2e-3, names="whether a gradient is required by|what was added to, keys|values")
+        same([weights_of(full), weights_of(quantized), keys, keys.requires_grad,
+              any(p.grad is not None for model in (full, quantized) for p in model.parameters())], tried, 0, "weights of "
+             "full afterwards|weights of quantized afterwards|given keys afterwards|whether these require a gradient|"
+             "whether a weight has one")
 
 
 # Task 5

@@ -57,7 +57,7 @@ def test_channel_ranges(sub, rng, same):
         if kept is not None:
             kept[rng.randrange(N)] = False
             x[kept] *= 100
-        same.call(sub.channel_ranges, x, kept)
+        same.call(sub.channel_ranges, x, kept, names="lo|hi")
 
 
 @points(7)
@@ -69,7 +69,8 @@ def test_make_groups(sub, rng, same):
         lo = rng.normal(C) * rng.choice((1, 10))
         hi = lo + rng.normal(C).abs() * rng.choice((1, 10))
         same.call(sub.make_groups, lo, hi, n, then=lambda group: [renamed(group), group.is_floating_point()],
-                  hint="Groups are renamed in the order of channels; they are no floats. A point is the pair (lo, hi).")
+                  hint="Groups are renamed in the order of channels; they are no floats. A point is the pair (lo, hi).",
+                  names="groups|whether they are floats, channel")
 
 
 # Task 2
@@ -156,6 +157,6 @@ def test_all(sub, rng, same):
         kept[:, :2] = True
         kept = torch.stack([torch.zeros_like(kept), kept])
         codec.fit(torch.stack(windows), kept, rng.normal(2, heads, T, width))
-        same([renamed(codec.group)], "a calibrated codec: the groups of channels, renamed in their order")
+        same(renamed(codec.group), "a calibrated codec: groups of channels, renamed in their order", names="channel")
         x = rng.normal(2, heads, 5, width) * spread
         same(codec.decode(codec.encode(x)), f"a calibrated codec: what {x.tolist()} is read as")

@@ -84,8 +84,8 @@ def test_kmeans(sub, rng, same):
     """kmeans: until no centre moves, `steps` times at most"""
     same.call(sub.kmeans, EIGHT, WEIGHTS, torch.tensor([[0.0], [3]]), hint="This is the handout's example.")
     x = torch.tensor(rng.sample([8, 8 + 2 ** -11, 12 + 2 ** -14, 20 - 2 ** -14], 4))[:, None]
-    same.call(sub.kmeans, x, torch.ones(4), torch.tensor([[8.0], [16]]), hint="The first step moves a centre by 2 ** -12, "
-              "the second by more than 1.")
+    same.call(sub.kmeans, x, torch.ones(4), torch.tensor([[8.0], [16]]), hint="The first step moves a centre by "
+              "2 ** -12, the second by more than 1.")
     for _ in range(40):
         x, weights = rng.normal(20, 2) * rng.choice((1, 1e-4)), rng.of((1, 2, 5), 20).float()
         centres, steps = x[: rng.randint(2, 5)].clone(), rng.choice((1, 2, 3, 25))

@@ -88,9 +88,9 @@ def attention(sub, rng, same, R, D, bits, groups, hint):
     fade = torch.exp2(top - top.amax(1, keepdim=True))
     untouched = [bool((x == -7).all()) for parts in around for x in parts]
     same([(sums * fade).sum(1) / (total * fade).sum(1), sums, total, q, untouched, len(strays)], "attend_kernel on "
-         f"{C} tokens, {H} heads of queries, D = {D}, {bits} bits, GROUP = {G}, PIECE = {P}: the output; each piece's "
-         f"sums and weights; the queries; whether memory around the results stays as it is; numbers read elsewhere. "
-         f"{hint}", 1e-3, names="output|sums|weights|queries|memory|numbers read elsewhere")
+         f"{C} tokens, {H} heads of queries, D = {D}, {bits} bits, GROUP = {G}, PIECE = {P}. {hint}", 1e-3, names="the "
+         "output|each piece's sums|weights|queries|whether memory around the results stays as it is|how many numbers "
+         "are read elsewhere")
 
 
 @points(12)
@@ -123,11 +123,11 @@ def topk(sub, same, rows, K, N, hint, stride=1, dtype=torch.float32):
     there = torch.tensor([min(N, T - piece * N) for piece in range(pieces)])  # tokens of each piece
     real = (torch.arange(K) < there[:, None]).expand(B, -1, -1)
     hint = f"topk_kernel with K = {K}, N = {N}, T = {T}, strides {h.stride()}, {dtype}: h = {rows}. {hint} "
-    same([score.where(real, -1.0), position.where(real, -1)], hint + "Compared: scores and positions (B, pieces, K); "
-         "-1 here where a piece has fewer than K tokens", tolerance=0, names="scores|positions; text, piece, place")
-    same([bool((score < 0)[~real].all()), around_scores, around_positions, h, len(strays)],
-         hint + "Compared: whether the scores that are left are negative; memory around both tensors, and h, which "
-         "stay as they were; how many numbers are loaded that are not the text's")
+    same([score.where(real, -1.0), position.where(real, -1)], hint + "Both (B, pieces, K); -1 here where a piece has "
+         "fewer than K tokens", tolerance=0, names="scores|positions; text, piece, place")
+    same([bool((score < 0)[~real].all()), around_scores, around_positions, h, len(strays)], hint + "Nothing else is "
+         "written.", names="whether the scores that are left are negative|memory around scores|memory around positions|"
+         "numbers of h|how many numbers are loaded that are not the text's, before|behind")
 
 
 EIGHT = [2.0, -9, 4, 4, 0, 1, -7, 3]
@@ -186,9 +186,9 @@ def test_unpack(sub, rng, same):
         codes, around = guarded(torch.full((T, 4 * W), 99, dtype=torch.uint8), 77)
         with loads(packed, codes, backwards=T > 2) as strays:
             sub.unpack_kernel[(-(-T // N),)](packed, codes, T, W, N)
-        same([codes, around, len(strays)], f"unpack_kernel with T = {T}, W = {W}, N = {N} of the "
-             f"bytes {packed.tolist()}: codes (99: not written), and memory before and behind them; how many numbers "
-             "are loaded that are no bytes of the text")
+        same([codes, around, len(strays)], f"unpack_kernel with T = {T}, W = {W}, N = {N} of the bytes "
+             f"{packed.tolist()}. A code 99 is not written; memory before and behind codes stays 77.", names=
+             "codes|memory|how many numbers are loaded that are no bytes of the text, before|behind")
 
 
 # Task 3
@@ -197,9 +197,9 @@ def test_unpack(sub, rng, same):
 def test_fold(sub, rng, same):
     """fold: q.(c * scale + zero) = folded.c + offset"""
     q, scale, zero = torch.tensor([[1.0, 2, -1, 2]]), torch.tensor([1.0, 2, 1, 0.5]), torch.tensor([-1.0, 0, 0, 2])
-    same.call(sub.fold, q, scale, zero, hint="This is the handout's head.")
+    same.call(sub.fold, q, scale, zero, hint="This is the handout's head.", names="folded|offset")
     for _ in range(20):
-        same.call(sub.fold, rng.normal(rng.randint(1, 4), 8), rng.normal(8).abs(), rng.normal(8))
+        same.call(sub.fold, rng.normal(rng.randint(1, 4), 8), rng.normal(8).abs(), rng.normal(8), names="folded|offset")
 
 
 # Task 4
@@ -249,5 +249,5 @@ def test_scores(sub, rng, same):
             sub.scores_kernel[pieces, heads * R](q, packed, scale, zero, out, T, R, W, P, N)
         same([out, around, q, len(strays)], f"scores_kernel with T = {T}, W = {W}, P = {P}, N = {N}, Hkv = {heads}, R "
              f"= {R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = {zero.tolist()}. "
-             "Compared: out (99: not written), memory before and behind it, and q, which stays as it was; how many "
-             "numbers are loaded that are none of these tensors'", names="out|memory|q|loads; head, token or channel")
+             "A 99 in out is not written; nothing else is written.", names="out|memory|numbers of q|how many numbers "
+             "are loaded that are none of these tensors', before|behind; head, token or channel")
