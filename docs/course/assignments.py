@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from tinykv import UserError
+from tinykv.lab.cli import Parser, one_line
 from tinykv.lab.files import check_regular
 
 ROOT = Path(__file__).parents[2]
@@ -207,7 +208,13 @@ def without_dead_links(text, folder, files):
     return re.sub(r"\[([^\]]*)\]\(([\w./-]+(?:#[^)]*)?)\)", link, text)
 
 
+def main():
+    p = Parser(prog="python -m docs.course.assignments", description="Write all starters and pages that are missing.")
+    with one_line(p):
+        p.parse_args()
+        written = [write_missing(folder / name) for folder in folders().values() for name in MADE]
+        print("\n".join(filter(None, written)) or "none is missing")
+
+
 if __name__ == "__main__":
-    for folder in folders().values():
-        for name in MADE:
-            write_missing(folder / name)
+    main()

@@ -59,25 +59,26 @@ def main():
         else:
             if line := assignments.write_missing(args.submission):
                 print(line)
-            report = grade_all([args.submission], args)[0]
-            if report["fault"]:
-                raise UserError(report["fault"])
-            print_report(report, args.all)
+            print_report(grade_all([args.submission], args)[0], args.all)
 
 
 def submissions(folder, assignment=None):
-    """The Python files of a folder, without those of a student that name no assignment, or another one, beside one that
-    does. Of a student without a Python file, the folder, or the file: a notebook, say."""
+    """The Python files of a folder; beside one that counts, none of the same student that names another assignment, or
+    none, unless it is called a page or a starter. Of a student without a Python file, the folder, or the file: a
+    notebook, say."""
     def is_aside(file):
         with suppress(UserError):
             name = named(file, "ASSIGNMENT")
-            return name is None or assignment not in (None, name, name.removesuffix(PAGE))
+            if name is None:
+                return not re.search("page|starter", file.name)
+            return assignment not in (None, name, name.removesuffix(PAGE))
         return False
     files = [file for file in sorted(folder.rglob("*.py"))  # what an editor, or a Mac, has put there is nobody's
              if not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)]
-    if not files:
-        raise UserError(f"there is no Python file in {folder}; give a file, or a folder of them")
     handed_in = {student_of(file, folder) for file in files if not is_aside(file)}
+    if not handed_in:
+        raise UserError(f'no Python file in {folder} says ASSIGNMENT = "{assignment or "kvsink"}"; give a file, or a '
+                        'folder of them')
     files = [file for file in files if not is_aside(file) or student_of(file, folder) not in handed_in]
     students = {student_of(file, folder) for file in files}
     others = [path for path in folder.glob("[!._]*") if path.suffix not in (".csv", ".json")]
@@ -111,6 +112,8 @@ def grade_all(files, args):
     with TemporaryDirectory(ignore_cleanup_errors=True) as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
         given = Given(args, Path(temporary), files)
         for report in tqdm(pool.map(given.report, files), "grading", len(files), False, unit="file", disable=None):
+            if report["fault"] and not args.submission.is_dir():
+                raise UserError(report["fault"])
             reports.append({"student": student_of(Path(report["file"]), args.submission), **report})
             if args.json:
                 now = {(report["student"], name) for report in reports for name in (report["assignment"], "-")}

@@ -27,17 +27,12 @@ cd /autograder/source/tinykv
 """
 
 
-def parser():
+def main():
     p = Parser(prog="python -m docs.course.gradescope", description=__doc__)
     p.add_argument("name", help="an assignment, or its page: kvsink, kvsink_page")
     p.add_argument("seed", type=int, help="from which each submission draws numbers of its own")
-    p.add_argument("path", type=Path, metavar="FILE.zip", help="a new file")
+    p.add_argument("path", type=Path, metavar="FILE.zip", help="a new file, or an earlier one of this command")
     p.add_argument("--unconfined", action="store_true", help="grade also where a submission can read the answers")
-    return p
-
-
-def main():
-    p = parser()
     with one_line(p):
         args = p.parse_args()
         folder_of(args.name)
@@ -74,12 +69,12 @@ def graded(name, seed, home, unconfined):
     seed = int(key_of(f"{seed} {submission}")[:15], 16)
     words = [str(home / "submission"), "--assignment", name, "--seed", str(seed), *["--unconfined"] * unconfined]
     args, files = grade.parser().parse_args(words), []
-    with suppress(UserError):  # there is no Python file
+    with suppress(UserError):  # there is no such file
         files = grade.submissions(args.submission, name)
     reports, tests = grade.grade_all(files, args), []
     told = [f"{Path(report['file']).name}: {report['fault']}" for report in reports if report["fault"]]
     if not files:
-        told = ["no Python file was handed in"]
+        told = [f'no Python file that says ASSIGNMENT = "{name}" was handed in']
     for part in (name + PAGE, name) if name in PAGES else (name,):
         found = [report for report in reports if report["assignment"] == part]
         if found:

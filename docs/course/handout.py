@@ -40,18 +40,13 @@ PYTEST = "[pytest]\ntestpaths = docs/course\npythonpath = .\n"
 CONTAINER = '{"image": "python:3.12", "postCreateCommand": "pip install -r requirements.txt"}\n'
 
 
-def parser():
+def main():
     p = Parser(prog="python -m docs.course.handout", description=__doc__.split("\n\n")[0])
     p.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
     p.add_argument("--pages", metavar="NAMES", default="affine",
                    help="whose page.py is handed out; a later page shows what earlier ones ask for")
     p.add_argument("--assignments", metavar="NAMES", default=",".join(name for name in ANSWERS if name not in CORE),
                    help="whose answers are taken out; those of `affine` and `cache` only if you name them")
-    return p
-
-
-def main():
-    p = parser()
     with one_line(p, "stopped; the folder is not whole"):
         args = p.parse_args()
         names, pages = args.assignments.split(","), args.pages.split(",")

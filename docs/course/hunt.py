@@ -9,10 +9,12 @@ import difflib
 import random
 import re
 import runpy
+import textwrap
 from pathlib import Path
 
 from docs.course import grade
 from docs.course.assignments import PAGE, ROOT, answer_of, key_of
+from tinykv import UserError
 from tinykv.lab.cli import Columns, Parser, one_line, printable
 
 NAMES = "affine", "kvsink", "ott"
@@ -21,19 +23,15 @@ OTHERS = {  # the names that stand for a page's own
     "layer": ("stage", "floor"), "low": ("least", "bottom"), "rows": ("lines", "vectors"), "scale": ("step", "width"),
     "size": ("extent", "reach"), "x": ("numbers", "given"), "zero": ("base", "origin")}
 ABOVE = 'LINE = 0  # the number of the line that was wrong, as this file counts\nWHY = ""  # see docs/course/hunt.md\n'
+MOST = 10  # lines that a student changes; another seed's page mostly differs by 20 and more
 
 
-def parser():
+def main():
     p = Parser(prog="python -m docs.course.hunt", description=__doc__.split("\n\n")[0])
     p.add_argument("name", choices=NAMES, help="the assignment whose page it is")
     p.add_argument("folder", type=Path, metavar="FOLDER", help="has, or gets, a folder for each student")
     p.add_argument("--seed", type=int, required=True, help="draws the faults; the same for handing out and grading")
     p.add_argument("--students", metavar="WHO", help="names with commas: write their files")
-    return p
-
-
-def main():
-    p = parser()
     with one_line(p):
         args = p.parse_args()
         for student in args.students.split(",") if args.students else ():
@@ -45,9 +43,16 @@ def main():
             target.write_text(planted(args.name, student, args.seed)[0], encoding="utf-8")
         if not args.students:
             words = [str(args.folder), "--assignment", args.name + PAGE, "--seed", str(args.seed)]
-            reports = grade.grade_all(sorted(args.folder.glob("*/page.py")), grade.parser().parse_args(words))
-            lines = [checked(args.name, report, args.seed) for report in reports]
-            print(Columns(["student", "line", "mended", "why"], lines, left=1))
+            files = grade.submissions(args.folder, args.name + PAGE)
+            rows = [checked(args.name, report, args.seed)
+                    for report in grade.grade_all(files, grade.parser().parse_args(words))]
+            table = Columns(["student", "line", "mended"], [row[:3] for row in rows], left=1)
+            print(table.line(table.head))
+            for *points, why in rows:
+                print(table.line(points), textwrap.indent(textwrap.fill(why, 92), "    "), sep="\n")
+            if all(row[1] == "-" for row in rows):
+                raise UserError(f"{args.folder} has no page that a student got with --seed {args.seed}; give the seed "
+                                "that wrote the files, and put each into a folder with its student's name")
 
 
 def planted(name, student, seed):
@@ -73,16 +78,21 @@ def changed(before, after):
 
 
 def checked(name, report, seed):
-    """A line of the table: points for the line, and for a page that is right and has no other line changed. What stands
-    in WHY is for the instructor to judge."""
+    """A row of the table, and what stands below it: points for the line, and for a page that is right and has no other
+    line changed; WHY, for the instructor to judge, or why there are no points."""
+    student = printable(report["student"])
+    if report["fault"]:
+        return [student, "-", "-", printable(report["fault"])]
     wrong, _, lines = planted(name, report["student"], seed)
     text = Path(report["file"]).read_text(encoding="utf-8", errors="replace")
-    said, why = (re.search(f"^{word} = (.*)", text, re.MULTILINE) for word in ("LINE", "WHY"))
-    line = said and re.match(r"\d+", said[1])
     above = {i for i, code in enumerate(wrong.splitlines()) if f"{code}\n" in ABOVE.splitlines(True)}
-    mended = 0 < report["points"] == report["of"] and changed(text, wrong) - above <= lines
-    points = [f"{3 * bool(right)}/3" for right in (line and int(line[0]) - 1 in lines, mended)]
-    return [printable(report["student"]), *points, printable(why[1] if why else "none")]
+    mended = changed(text, wrong) - above
+    if len(mended) > MOST:
+        return [student, "-", "-", f"{len(mended)} lines differ from the page that --seed {seed} gives {student}"]
+    line = re.search(r"^LINE = (\d+)", text, re.MULTILINE)
+    why = re.search(r"(?ms)^WHY = (.*?)(# see docs.*?)?(?=^import |\Z)", text)
+    right = line and int(line[1]) - 1 in lines, 0 < report["points"] == report["of"] and mended <= lines
+    return [student, *(f"{3 * bool(part)}/3" for part in right), printable(" ".join(why[1].split()) if why else "none")]
 
 
 if __name__ == "__main__":

@@ -245,8 +245,8 @@ def test_a_call_is_told_and_compared_and_its_arguments_too():
     assert noted[0][:2] == ([2.0, 2.0], "doubled with x = [1.0, 1.0], by = 2. Twice.")
     left = (compare.plain([torch.ones(2), 2]), *noted[1][1:])  # what a function that writes elsewhere notes
     assert [*compare.complaints(noted[1:2], [left], dict)] == [
-        "doubled: its arguments afterwards, which it leaves as they are.\nX, at [0], counted from 0: yours is 2; right is "
-        "1. That row: yours [2, 2]; right [1, 1]. 2 of 2 numbers are off."]
+        "doubled: its arguments afterwards, which it leaves as they are.\nX, at [0], counted from 0: yours is 2; right "
+        "is 1. That row: yours [2, 2]; right [1, 1]. 2 of 2 numbers are off."]
     assert [(value, names) for value, _, _, names in noted[2:]] == [(3, ""), ([3, 4], "an argument|an argument|")]
 
 
@@ -504,7 +504,8 @@ def test_every_student_has_a_line(run, tmp_path, monkeypatch):
     for file, text in (("ann/starter.ipynb", "{}"), ("bob/a b/a.py", right), ("bob/helper.py", ""),
                        ("bob/ott.py", other), ("bob/.ipynb_checkpoints/a.py", right), ("bob/__MACOSX/._a.py", right),
                        ("cat/a.py", right), ("dan/hw/x.zip", ""), ("eve.zip", ""), ("fay.py", other),
-                       ("gus/a.py", right), ("gus/\x1bé.py", right), ("ivy.py", ""), ("points.csv", "")):
+                       ("gus/a.py", right), ("gus/page (1).py", ""), ("gus/\x1bé.py", right), ("ivy.py", ""),
+                       ("points.csv", "")):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text, encoding="utf-16" if file.startswith("cat") else "utf-8")
     (tmp_path / "hal").mkdir()
@@ -513,12 +514,12 @@ def test_every_student_has_a_line(run, tmp_path, monkeypatch):
     status, out, err = run(grade, tmp_path, "--assignment", "kvsink")
     told = {line.split("  ")[0]: line for line in out.splitlines()}
     assert (status, err) == (0, "") and list(told) == [
-        "submission", "ann", "bob/a b/a.py", "cat/a.py", "dan", "eve.zip", "fay.py", "gus/\\x1bé.py", "gus/a.py", "hal",
-        "ivy.py"]
+        "submission", "ann", "bob/a b/a.py", "cat/a.py", "dan", "eve.zip", "fay.py", "gus/\\x1bé.py", "gus/a.py",
+        "gus/page (1).py", "hal", "ivy.py"]
     for name, why in (("ann", "no Python file was handed in, but starter.ipynb"), ("cat/a.py", "UTF-16"),
                       ("dan", "no Python file was handed in, but hw, x.zip"), ("eve.zip", "no Python file"),
                       ("fay.py", "for the assignment ott"), ("hal", "no Python file was handed in"),
-                      ("ivy.py", "ivy.py names no assignment")):
+                      ("gus/page (1).py", "names no assignment"), ("ivy.py", "names no assignment")):
         assert why in told[name]
 
 
@@ -557,7 +558,9 @@ def test_a_wrong_word_or_file_is_told_in_a_line(run, tmp_path, monkeypatch):
     for file, text in files.items():
         Path(file).write_text(text, encoding="utf-8")
     Path("link.py").symlink_to("a.py")
-    Path("empty").mkdir()
+    for folder in "class", "empty":
+        Path(folder).mkdir()
+    Path("class/a.py").write_text(files["a.py"], encoding="utf-8")
     for program, words, told in (
             (notebook, "ott a.ipynb", ""), (notebook, "ott a.ipynb", ""), (notebook, "ott mine", "mine already exists"),
             (notebook, "ott_page b.ipynb", "invalid choice: 'ott_page'"), (notebook, "ott", "required: F.ipynb"),
@@ -566,12 +569,15 @@ def test_a_wrong_word_or_file_is_told_in_a_line(run, tmp_path, monkeypatch):
             (gradescope, "ott 1", "required: FILE.zip"), (gradescope, "ott one b.zip", "'one'"),
             (grade, "a.py --points mine", "mine already exists, and is no report that this program wrote"),
             (grade, "a.py --json of.json", "of.json already exists"), (grade, "", "required: FILE"),
-            (grade, "link.py", "is a link"), (grade, "a.py --assignment ott", "for the assignment affine, and ott"),
+            (grade, "link.py", "is a link"),
             (grade, "no.py", "no.py"), (grade, "mine", "no Python file"), (grade, "empty", "no Python file in empty"),
+            (grade, "class --assignment ott --points p.csv", 'no Python file in class says ASSIGNMENT = "ott"'),
+            (grade, "a.py --assignment ott --points p.csv", "for the assignment affine, and ott"),
+            (assignments, "x", "unrecognized arguments: x"),
             (grade, "odd.py", "no assignment 'x'")):
         status, out, err = run(program, *words.split())
         assert (status, out, err.count("\n")) == (2 * bool(told), "", bool(told)) and told in err, words
-    assert {file: Path(file).read_text(encoding="utf-8") for file in files} == files
+    assert {file: Path(file).read_text(encoding="utf-8") for file in files} == files and not Path("p.csv").exists()
     with zipfile.ZipFile("a.zip") as file:
         assert {"setup.sh", "tinykv/docs/course/3-kvsink/answer.py"} <= {*file.namelist()}
         assert file.getinfo("run_autograder").external_attr >> 16 == 0o755
@@ -592,7 +598,7 @@ def test_a_copy_is_told_from_an_answer_of_ones_own(tmp_path):
 # ---- the hunt
 
 HUNTERS = {  # the page that each hands in, how far off the line that they name is, and their points for line and page
-    "right": (lambda wrong, right: right, 0, "3/3 +3/3 +'b 62: kept.sum"),
+    "right": (lambda wrong, right: right, 0, r"3/3 +3/3\n    \('b 62: x is' '6'\)"),
     "elsewhere": (lambda wrong, right: right, 1, "0/3 +3/3"),
     "mended too much": (lambda wrong, right: right.replace("code.clamp(0, 3)", "code.clamp(0, 3.0)"), 0, "3/3 +0/3"),
     "not mended": (lambda wrong, right: wrong, 0, "3/3 +0/3"),
@@ -612,13 +618,18 @@ def test_a_hunt_is_graded_by_line_and_change(run, monkeypatch, tmp_path, request
         of_public = hunt.changed(right_text("affine_page"), wrong)
         assert file.read_text(encoding="utf-8") == wrong and len(lines) == 1
         assert len(of_public) > 40 and lines < of_public
-        said = f"LINE = {min(lines) + 1 + off}\nWHY = 'b 62: kept.sum(2) is 6'\n"
+        said = f"LINE = {min(lines) + 1 + off}\nWHY = ('b 62: x is'\n'6')\n"
         file.write_text(mend(wrong, right).replace(hunt.ABOVE, said), encoding="utf-8")
     assert len({hunt.planted("affine", student, 7)[0] for student in HUNTERS}) == len(HUNTERS)
+    (tmp_path / "right" / "page.py").rename(tmp_path / "right" / "page (1).py")
+    run(hunt, "affine", tmp_path, "--seed", 8, "--students", "another")
+    (tmp_path / "none").mkdir()
     status, out, err = run(hunt, "affine", tmp_path, "--seed", 7)
     assert (status, err) == (0, "")
-    for student, (_, _, told) in HUNTERS.items():
+    others = {"another": "-  +-\n    .* lines differ", "none": "-  +-\n    none: no Python file"}
+    for student, told in ({student: told for student, (_, _, told) in HUNTERS.items()} | others).items():
         assert re.search(rf"^{student} +{told}", out, re.MULTILINE), (student, out)
+    assert "no page that a student got with --seed 9" in run(hunt, "affine", tmp_path, "--seed", 9)[2]
 
 
 @pytest.mark.whole
