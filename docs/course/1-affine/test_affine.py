@@ -66,9 +66,8 @@ def test_grid(sub, rng, same):
         tried = list(zip(lo.tolist(), hi.tolist()))
         scale, zero = sub.grid(lo, hi, bits, formula)
         for i, ends in enumerate(tried):  # one by one: a small number is compared as a small one
-            same([scale[i], zero[i], lo[i], hi[i]], f"grid of (lo, hi) = {ends}, {bits} bits, {formula}: scale and "
-                 "zero point as they are stored, the zero point computed from the stored scale; lo; hi",
-                 names="scale|zero|lo|hi")
+            same([scale[i], zero[i], lo[i], hi[i]], f"grid of (lo, hi) = {ends}, {bits} bits, {formula}. The zero "
+                 "point is computed from the stored scale.", names="scale|zero|lo|hi")
 
 
 @points(10)

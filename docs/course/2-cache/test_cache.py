@@ -116,9 +116,8 @@ def test_rows_of_eight_numbers(sub, rng, same):
         rows.append(keys(numbers))
         for i, (name, argument) in enumerate(steps):
             getattr(rows, name)(torch.tensor(argument) if name == "keep" else argument)
-            same(state(rows), f"keys {numbers}, then {steps[:i + 1]}: what is read, in which kept rows overwrite the "
-                 "codes at their positions; n_coded, recent, kept: the row that `read` gives, not the code; what the "
-                 "codec was told to ignore, call by call: the kept ones of the block, by positions in the whole text",
+            same(state(rows), f"keys {numbers}, then {steps[:i + 1]}. What is held are n_coded, recent rows and kept "
+                 "ones: what `read` gives at their positions, not codes. The codec ignores the kept ones of its block.",
                  names=STATE)
 
 
@@ -213,9 +212,8 @@ def test_update_of_eight_numbers(sub, rng, same):
         for part in keys(numbers).split(chunk, dim=2):
             given = layer.update(part, 10 * part)
             same([given, layer.length, layer.keys.n_coded], f"keys {numbers}, {chunk} at a time, under {protocol}, "
-                 "recent = 1, block = 3, nothing kept: A stream reads before it "
-                 "quantizes; under paper it is the other way round.",
-                 names="attention|length|n_coded, keys|values")
+                 "recent = 1, block = 3, nothing kept. A stream reads before it quantizes; under paper it is the other "
+                 "way round.", names="attention|length|n_coded, keys|values")
 
 
 @points(14)

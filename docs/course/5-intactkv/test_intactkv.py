@@ -21,10 +21,6 @@ def models(rng):
     return full, quantized
 
 
-def weights_of(model):
-    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
-
-
 # The page
 
 class Steps:
@@ -191,10 +187,9 @@ def test_train(sub, rng, same):
         tried = f"train with {updates} updates, lr = {lr}, clip = {clip}. "
         same([[rows.requires_grad for rows in trained], [rows - old for rows, old in zip(trained, (keys, values))]],
              tried, 2e-3, names="whether a gradient is required by|what was added to, keys|values")
-        same([weights_of(full), weights_of(quantized), keys, keys.requires_grad,
-              any(p.grad is not None for model in (full, quantized) for p in model.parameters())], tried, 0, "weights of "
-             "full afterwards|weights of quantized afterwards|given keys afterwards|whether these require a gradient|"
-             "whether a weight has one")
+        weights = [[*model.parameters()] for model in (full, quantized)]
+        same([*weights, keys, keys.requires_grad, any(x.grad is not None for x in sum(weights, []))], tried, 0,
+             "weights of full|of quantized|given keys|whether these require a gradient|whether a weight has one")
 
 
 # Task 5

@@ -89,8 +89,7 @@ def test_grid(sub, rng, same):
         lo = (rng.of(range(-16, 17), 2, n) + rng.choice((-72, 0, 72))) * scale
         hi = lo + rng.of(range(20), 2, n) * rng.choice((0, 1, 1, 9)) * scale
         alpha, centre = rng.of((0.5, 0.75, 0.875, 1.0), n), rng.of((0, 1), n).to(rng.choice(CENTRES))
-        h, z = sub.grid(lo, hi, bits, alpha, centre)
-        same([lo, hi], "grid: lo and hi, which stay as they are")
+        h, z = same.call(sub.grid, lo, hi, bits, alpha, centre, names="h|z")
         for i, j in ((i, j) for i in range(2) for j in range(n)):
             same([h[i, j], z[i, j]], f"grid of lo = {lo[i, j]:g}, hi = {hi[i, j]:g} in {bits} bits, alpha = "
                  f"{alpha[j]:g}, centre = {centre[j]:g}: (h, z), before FP8", names="h|z")
@@ -110,8 +109,7 @@ def test_codes_of_eight_numbers(sub, rng, same):
         n = int(group.max()) + 1
         codes = sub.encode(numbers, group, 2, torch.full((n,), alpha), torch.full((n,), centre))
         same([codes, sub.decode(*codes, group)], f"{numbers.tolist()} in the groups {group.tolist()}, 2 bits, alpha = "
-             f"{alpha}, centre = {centre}: codes, h and z, from which codes are computed as they are stored, in FP8; "
-             "what they are read as", names="encode|decode, codes|h|z")
+             f"{alpha}, centre = {centre}. Codes come from the stored h and z.", names="encode|decode, codes|h|z")
 
 
 @points(20)

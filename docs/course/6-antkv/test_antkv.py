@@ -34,9 +34,8 @@ def test_page(sub, rng, same):
         q, K, kept = rng.normal(B, H * R, T, 8), rng.normal(B, H, T, 8), torch.zeros(2, B, H, T, dtype=torch.bool)
         q = q * rng.of((0.25, 1, 4), B, H * R, T, 1)
         sub.antkv(q, K, kept)
-        same([list(kept), q, K], f"antkv of {T} tokens, {H * R} heads of queries and {H} of keys: what is kept of keys "
-             "and of values: of each text and head 1%, rounded up. A query reads no later key.",
-             names="kept|q|K, keys|values")
+        same([list(kept), q, K], f"antkv of {T} tokens, {H * R} heads of queries and {H} of keys. Of each text and "
+             "head 1% is kept, rounded up. A query reads no later key.", names="kept|q|K, keys|values")
 
 
 # Task 1
