@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from tinykv import UserError
 from tinykv.lab import cli
-from tinykv.lab.decoder import NAME, Decoder, config_of
-from tinykv.lab.transformers import MethodCache
+from tinykv.lab.hf.decoder import NAME, Decoder, config_of
+from tinykv.lab.hf.transformers import MethodCache
 from tinykv.methods.registry import METHODS
 
 SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,

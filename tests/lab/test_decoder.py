@@ -1,4 +1,4 @@
-"""Any decoder of transformers: its cache, tinykv/lab/transformers.py, and its perplexity, tinykv/lab/decoder.py."""
+"""Any decoder of transformers: its cache, and its perplexity, transformers.py and decoder.py of tinykv/lab/hf/."""
 import copy
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from tinykv.methods.registry import METHODS
 
 transformers = pytest.importorskip("transformers")
 decoders = pytest.importorskip("decoders")  # docs/programs/decoders.py
-from tinykv.lab.decoder import NAME, Decoder, config_of  # noqa: E402
-from tinykv.lab.transformers import MethodCache  # noqa: E402
+from tinykv.lab.hf.decoder import NAME, Decoder, config_of  # noqa: E402
+from tinykv.lab.hf.transformers import MethodCache  # noqa: E402
 
 GREEDY = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 T = 40  # tokens of a prompt, more than a sliding layer sees

@@ -1,4 +1,4 @@
-"""Any method as the cache of transformers' own models: tinykv/lab/transformers.py, and the page about it."""
+"""Any method as the cache of transformers' own models: tinykv/lab/hf/transformers.py, and the page about it."""
 import copy
 import doctest
 import functools
@@ -25,8 +25,8 @@ from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 
 transformers = pytest.importorskip("transformers")
-MethodCache = pytest.importorskip("tinykv.lab.transformers").MethodCache  # which asks for more of it
-from tinykv.lab.decoder import NAME, AsGiven  # noqa: E402
+MethodCache = pytest.importorskip("tinykv.lab.hf.transformers").MethodCache  # which asks for more of it
+from tinykv.lab.hf.decoder import NAME, AsGiven  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 T, NEW = 11, 6  # tokens of a prompt and of an answer, while which a block of 8 is quantized

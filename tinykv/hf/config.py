@@ -42,7 +42,7 @@ KINDS = {
     bool: ("true or false", lambda x: type(x) is bool)}
 
 class Unsupported(UserError):
-    """Of a model that is not implemented here; see `lab/decoder.py`."""
+    """Of a model that is not implemented here; see `lab/hf/decoder.py`."""
 
 
 def checkpoint_folder(name):

@@ -174,7 +174,7 @@ def through_transformers(args):
                "device": len(args.devices) > 1 and "several devices"}
     for flag in filter(refused.get, refused):
         raise UserError(f"--{flag} is for models that tinykv runs, and this one runs through transformers ({why})")
-    from tinykv.lab import decoder  # only now: it needs transformers
+    from tinykv.lab.hf import decoder  # only now: it needs transformers
     return decoder.load(args.folder, args.devices[0], args.dtype)
 
 

@@ -1,1 +1,1 @@
-"""What stands around a checkpoint folder: the hub that it comes from, and a Llama -> a folder."""
+"""What stands around a checkpoint folder: the hub that it comes from, a Llama -> a folder, and transformers."""

@@ -19,8 +19,8 @@ from transformers import GenerationMixin
 from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.hf.config import Unsupported
-from tinykv.lab import decoder
-from tinykv.lab.decoder import AsGiven, Bridge, config_of, hidden_of, identity
+from tinykv.lab.hf import decoder
+from tinykv.lab.hf.decoder import AsGiven, Bridge, config_of, hidden_of, identity
 from tinykv.model import Rope
 
 
