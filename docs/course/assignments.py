@@ -129,9 +129,12 @@ def page(folder):
     lines = [line for line in lines if not re.match("    (python -m pdb|diff) ", line)]
     for function in {*holes}.difference(functions):  # the page runs when it is right: its table does without later ones
         lines = [re.sub(f", {function}(?=[,)])", "", line) if line.startswith("for ") else line for line in lines]
-    text = "\n".join(lines).replace(f"python docs/ladder/{file}", f"python {target}")
-    summary, quotes, rest = text[3:].partition('"""\n')
-    return f'"""{summary}{quotes}ASSIGNMENT = "{name}{PAGE}"\n{rest}\n'
+    return naming(name + PAGE, "\n".join(lines + [""]).replace(f"python docs/ladder/{file}", f"python {target}"))
+
+
+def naming(name, text):
+    """A text, in which a line below its docstring says for which assignment it is."""
+    return text.replace('"""\n', f'"""\nASSIGNMENT = "{name}"\n', 1)
 
 
 def comment_of(line):

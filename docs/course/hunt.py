@@ -13,9 +13,9 @@ import textwrap
 from pathlib import Path
 
 from docs.course import grade
-from docs.course.assignments import PAGE, ROOT, answer_of, key_of
+from docs.course.assignments import PAGE, ROOT, answer_of, key_of, naming
 from tinykv import UserError
-from tinykv.lab.cli import Columns, Parser, one_line, printable
+from tinykv.lab.cli import Parser, one_line, printable
 
 NAMES = "affine", "kvsink", "ott"
 OTHERS = {  # the names that stand for a page's own
@@ -44,13 +44,11 @@ def main():
         if not args.students:
             words = [str(args.folder), "--assignment", args.name + PAGE, "--seed", str(args.seed)]
             files = grade.submissions(args.folder, args.name + PAGE)
-            rows = [checked(args.name, report, args.seed)
-                    for report in grade.grade_all(files, grade.parser().parse_args(words))]
-            table = Columns(["student", "line", "mended"], [row[:3] for row in rows], left=1)
-            print(table.line(table.head))
-            for *points, why in rows:
-                print(table.line(points), textwrap.indent(textwrap.fill(why, 92), "    "), sep="\n")
-            if all(row[1] == "-" for row in rows):
+            reports = grade.grade_all(files, grade.parser().parse_args(words))
+            rows = [checked(args.name, report, args.seed) for report in reports]
+            for student, points, why in rows:
+                print(f"{student}: {points or 'not graded'}", textwrap.indent(textwrap.fill(why, 92), "    "), sep="\n")
+            if not any(points for _, points, _ in rows):
                 raise UserError(f"{args.folder} has no page that a student got with --seed {args.seed}; give the seed "
                                 "that wrote the files, and put each into a folder with its student's name")
 
@@ -63,10 +61,10 @@ def planted(name, student, seed):
     names = {word: draws.choice(others) for word, others in OTHERS.items()}
 
     def handed_out(page):
-        summary, quotes, rest = page[3:].partition('"""\n')
+        summary, quotes, rest = page.partition('"""\n')
         summary = re.sub(r"    (python|diff) .*\n", "", summary)  # commands, for the public page
         rest = re.sub(rf"\b({'|'.join(names)})\b", lambda word: names[word[0]], rest)
-        return f'"""{summary}{quotes}ASSIGNMENT = "{name}{PAGE}"\n{ABOVE}{rest}'
+        return naming(name + PAGE, f"{summary}{quotes}{ABOVE}{rest}")
     wrong, right = handed_out(page.replace(old, new)), handed_out(page)
     return wrong, right, changed(right, wrong)
 
@@ -78,21 +76,22 @@ def changed(before, after):
 
 
 def checked(name, report, seed):
-    """A row of the table, and what stands below it: points for the line, and for a page that is right and has no other
-    line changed; WHY, for the instructor to judge, or why there are no points."""
+    """A student; points for the line, and for a page that is right and has no other line changed; and WHY, for the
+    instructor to judge, or why there are no points."""
     student = printable(report["student"])
     if report["fault"]:
-        return [student, "-", "-", printable(report["fault"])]
+        return student, "", printable(report["fault"])
     wrong, _, lines = planted(name, report["student"], seed)
     text = Path(report["file"]).read_text(encoding="utf-8", errors="replace")
     above = {i for i, code in enumerate(wrong.splitlines()) if f"{code}\n" in ABOVE.splitlines(True)}
     mended = changed(text, wrong) - above
     if len(mended) > MOST:
-        return [student, "-", "-", f"{len(mended)} lines differ from the page that --seed {seed} gives {student}"]
+        return student, "", f"{len(mended)} lines differ from the page that --seed {seed} gives {student}"
     line = re.search(r"^LINE = (\d+)", text, re.MULTILINE)
     why = re.search(r"(?ms)^WHY = (.*?)(# see docs.*?)?(?=^import |\Z)", text)
     right = line and int(line[1]) - 1 in lines, 0 < report["points"] == report["of"] and mended <= lines
-    return [student, *(f"{3 * bool(part)}/3" for part in right), printable(" ".join(why[1].split()) if why else "none")]
+    points = "line {}/3, mended {}/3".format(*(3 * bool(part) for part in right))
+    return student, points, printable(" ".join(why[1].split()) if why else "none")
 
 
 if __name__ == "__main__":

@@ -37,14 +37,9 @@ def hand_in(folder, **files):
         (folder / name.replace("__", ".")).write_bytes(data)
 
 
-def page_text(name):
-    """A right page, as a student hands it in."""
-    summary, quotes, rest = right_text(name + PAGE)[3:].partition('"""\n')
-    return f'"""{summary}{quotes}ASSIGNMENT = "{name}{PAGE}"\n{rest}'
-
-
 def right(part):
-    return page_text(part.removesuffix(PAGE)) if part.endswith(PAGE) else right_text(part)
+    """A right file, as a student hands it in."""
+    return assignments.naming(part, right_text(part)) if part.endswith(PAGE) else right_text(part)
 
 
 def wrong(part):
@@ -77,7 +72,7 @@ def test_a_class_is_graded_and_one_student_again(tmp_path):
     text = right_text("kvsink")
     hand_in(mixed / "cat", starter__py=text.encode("utf-16"))
     hand_in(mixed / "eve", notebook__ipynb="{}")
-    hand_in(mixed / "fay", starter__py=text.replace("\n", "\r\n"), page__py=page_text("kvsink"))
+    hand_in(mixed / "fay", starter__py=text.replace("\n", "\r\n"), page__py=right("kvsink_page"))
     hand_in(mixed / "hal", starter__py=text, other__py=given_text("kvsink"))
     hand_in(mixed / "ivy")
     hand_in(mixed / "jon", starter__py=f"{text}\n\ndef outlier(hidden):\n    {LOOP}\n")
@@ -112,7 +107,7 @@ def test_a_student_works_in_what_was_handed_out(out, tmp_path):
         assert "not written yet: " in told and "0 of 80 points" in told and told.count("\n") < 6, told
     folder = out / assignments.folder_of("triton").relative_to(ROOT)
     (folder / "starter.py").write_text(right_text("triton"), encoding="utf-8")
-    (folder / "page.py").write_text(page_text("triton"), encoding="utf-8")
+    (folder / "page.py").write_text(right("triton_page"), encoding="utf-8")
     assert "80 of 80 points" in said("-m", "pytest", "-q", folder, cwd=out)
     grade_it = "-m", "docs.course.grade", folder / "starter.py", "--seed"
     assert "64 of 64 points" in said(*grade_it, "0", cwd=out)
@@ -155,7 +150,7 @@ def test_gradescopes_container_grades_what_is_handed_in(tmp_path):
         hand_in(tmp_path / "submission", **files)
         subprocess.run(["bash", "-ec", script], env=ENVIRONMENT, check=True)
         return json.loads((tmp_path / "results" / "results.json").read_text())
-    text, page = right_text("affine"), page_text("affine")
+    text, page = right_text("affine"), right("affine_page")
     assert results(1, starter__py=text, page__py=page)["score"] == 80
     assert results(2, starter__py=text, a__py=given_text("affine"), page__py=given_text("affine_page"))["score"] == 66
     for files in {}, {"notebook__ipynb": "{}"}:

@@ -215,11 +215,10 @@ def test_keep_keys(sub, rng, same):
         k = rng.randint(2, 4)
         method = method_of(sub, k, lE, 3)
         cache = new_cache(method)
-        for layer in cache.layers:
-            layer.length, layer.keys.recent = 8, torch.zeros(2, 1, 8, 4)
         cache.shared.sinks = sinks = torch.tensor([rng.sample(range(8), k), rng.sample(range(8), k)])
         cache.shared.sink_sizes = torch.ones(2, k)
         for layer in cache.layers:
+            layer.length, layer.keys.recent = 8, torch.zeros(2, 1, 8, 4)
             given = method.keep_keys(layer, 8)
             same(given if given is None else given.sort(-1).values,
                  f"keep_keys, sorted, in layer {layer.layer}, with k = {k}, lE = {lE} and the sinks {sinks.tolist()}")

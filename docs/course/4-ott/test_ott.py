@@ -24,8 +24,7 @@ def test_page(sub, rng, same):
         (B, H), block, n = rng.sizes(2, 2), 4, 4 * rng.randint(2, 4)
         x, kept = rng.normal(B, H, block, 8), rng.of((False, False, True), B, H, block)
         for kind in "kv":
-            same.call(sub.grid_of, x, kind, kept, hint="All numbers of a group count, but a kept key's.",
-                      names="scale|zero")
+            same.call(sub.grid_of, x, kind, kept, hint="All of a group count, but a kept key's.", names="scale|zero")
         sizes = torch.tensor(rng.sample(range(1, 999), B * H * (n + 3))).view(B, H, n + 3, 1) / 32
         shares = torch.tensor([[1, 1, 1, 1], [4, 0, 0, 0], [0, 2, 2, 0], [1, 0, 0, 3]])[rng.of(range(4), B, H, n + 3)]
         keys = sizes * shares * rng.of((-1, 1), B, H, n + 3, 4)  # other norms order them otherwise

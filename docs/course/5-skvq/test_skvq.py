@@ -69,8 +69,7 @@ def test_make_groups(sub, rng, same):
         lo = rng.normal(C) * rng.choice((1, 10))
         hi = lo + rng.normal(C).abs() * rng.choice((1, 10))
         same.call(sub.make_groups, lo, hi, n, then=lambda group: [renamed(group), group.is_floating_point()],
-                  hint="Groups are renamed in the order of channels; they are no floats. A point is the pair (lo, hi).",
-                  names="groups|whether they are floats, channel")
+                  hint="A point is the pair (lo, hi). Groups are renamed here.", names="groups|whether floats, channel")
 
 
 # Task 2
@@ -150,11 +149,9 @@ def test_all(sub, rng, same):
         heads, width, T = rng.randint(1, 2), 8, 12
         codec = sub.Regrouped(2, heads, width, 4)
         spread = rng.of((0.2, 1, 6), heads, 1, width)
-        windows = [rng.normal(heads, T, width) * spread for _ in range(2)]
-        kept = torch.zeros(heads, T, dtype=torch.bool)
-        kept[:, :2] = True
-        kept = torch.stack([torch.zeros_like(kept), kept])
-        codec.fit(torch.stack(windows), kept, rng.normal(2, heads, T, width))
+        windows, kept = rng.normal(2, heads, T, width) * spread, torch.zeros(2, heads, T, dtype=torch.bool)
+        kept[1, :, :2] = True
+        codec.fit(windows, kept, rng.normal(2, heads, T, width))
         same(renamed(codec.group), "a calibrated codec: groups of channels, renamed in their order", names="channel")
         x = rng.normal(2, heads, 5, width) * spread
         same(codec.decode(codec.encode(x)), f"a calibrated codec: what {x.tolist()} is read as")

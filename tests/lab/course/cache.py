@@ -2,9 +2,7 @@
 WRONG = {
     "none_keeps_nothing": (
         "            if positions is not None:\n",
-        "            if positions is None:\n"
-        "                self.keys.kept_positions = self.values.kept_positions = None\n"
-        "            if positions is not None:\n"),
+        "            if positions is None: self.keys.kept_positions = None\n            if positions is not None:\n"),
     "asks_always": ("if n > 0:", "if True:"),
     "remembers_a_text_in_the_method": (
         "        first = torch.arange(min(self.preserve, layer.length))\n"
@@ -17,8 +15,8 @@ WRONG = {
     "a_copy_only_of_something": (".recent = newer.clone()", ".recent = newer.clone() if newer.shape[2] else newer"),
     "kept_rows_that_keep_all_alive": (
         "        self.kept_positions = positions.to(torch.int32)",
-        "        first = torch.arange(positions.shape[1]).expand_as(positions)\n"
-        "        if positions.equal(first):\n            self.kept_rows = rows[:, :, :positions.shape[1]]\n"
+        "        if (positions == torch.arange(positions.shape[1])).all():\n"
+        "            self.kept_rows = rows[:, :, :positions.shape[1]]\n"
         "        self.kept_positions = positions.to(torch.int32)"),
 }
 

@@ -7,7 +7,6 @@ WRONG = {
     "on_the_method": ("cache.shared.sinks = torch.tensor", "self.sinks = cache.shared.sinks = torch.tensor"),
     "keeps_one_sequence_for_all": (".unsqueeze(1)", "[:1].unsqueeze(1).expand(len(layer_cache.shared.sinks), 1, -1)"),
     "positions_in_fp16": (".sinks = torch.tensor(sinks)", ".sinks = torch.tensor(sinks, dtype=torch.float16).long()"),
-    "positions_in_bf16": (".sinks = torch.tensor(sinks)", ".sinks = torch.tensor(sinks, dtype=torch.bfloat16).long()"),
     "no_median_below_one": ("largest / middle(of_token)", "largest / max(middle(of_token), 1.0)"),
 }
 
