@@ -121,8 +121,9 @@ def check_codes_are_what_is_claimed(case):
         x = getattr(trace, kind)[layer].half()  # (1, Hkv, T, d)
         if kind == "k" and method.rope == "post":
             x = model.rope.rotate(x)
-        name, claimed = NAMES[kind], codec.bits
-        codes = codec.encode(x)
+        name, claimed, shown = NAMES[kind], codec.bits, x.clone()
+        codes = codec.encode(shown)
+        assert shown.equal(x), f"{name}: `encode` writes into the tensor that it is shown; work on a copy, x.clone()"
         got = codec.decode(codes)  # (1, Hkv, T, d)
         assert got.shape == x.shape, f"{name} of shape {tuple(x.shape)} decode to shape {tuple(got.shape)}"
         if claimed == 16:

@@ -87,6 +87,25 @@ class Remembers(CodecMethod):
         return None
 
 
+# ---- wrong: they write into what they are shown
+
+class Observes(CodecMethod):
+    def observe(self, cache, layer, hidden):
+        hidden.mul_(2)
+
+
+class Scores(CodecMethod):
+    uses_scores = True
+
+    def score(self, layer_cache, q, K):
+        return [K.mul_(2)[..., 0]] * 2
+
+
+class Clears(CodecMethod):
+    def keep_keys(self, layer_cache, n):
+        layer_cache.values.recent.zero_()
+
+
 # ---- wrong: how tokens are quantized
 
 class OtherCodec(CodecMethod):
@@ -110,6 +129,13 @@ class SignLost(OtherCodec):
     class codec(Affine):
         def encode(self, x, ignore=None):
             return super().encode(torch.where((x > -0.6) & (x < 0), -x, x))
+
+
+class Doubles(OtherCodec):
+    """Doubles what it is shown."""
+    class codec(Affine):
+        def encode(self, x, ignore=None):
+            return super().encode(x.mul_(2))
 
 
 class Unstored(OtherCodec):

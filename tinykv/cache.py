@@ -26,7 +26,6 @@ import copy
 import inspect
 import math
 from collections import ChainMap
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -37,16 +36,6 @@ from tinykv.codecs.schemes import SCHEMES
 from tinykv.model import check_tokens, same_model
 
 PROTOCOLS = ("paper", "stream")
-
-
-@contextmanager
-def read_only(*shown):
-    """UserError if a method, or a codec, writes into what it is shown: others read it, too. (torch counts no writes in
-    inference mode.)"""
-    versions = [(x, x._version) for x in shown if not x.is_inference()]
-    yield
-    if any(x._version != version for x, version in versions):
-        raise UserError("a method, or its codec, wrote into a tensor that it was shown; work on a copy, x.clone()")
 
 
 class CachedRows:
@@ -117,8 +106,7 @@ class CachedRows:
         """Quantize the n oldest recent tokens. Kept ones do not widen their group's range."""
         oldest = self.recent[:, :, :n]  # (B, Hkv, n, d)
         self.finite = self.finite & oldest.isfinite().all()
-        with read_only(oldest):
-            codes = self.codec.encode(oldest, ignore=self.is_kept(n))
+        codes = self.codec.encode(oldest, ignore=self.is_kept(n))
         if not hasattr(codes, "followed_by"):
             raise UserError(f"`encode` of {self.codec!r} has to give codecs.base.Codes; it gave {type(codes).__name__}")
         self.codes = codes if self.codes is None else self.codes.followed_by(codes)
@@ -262,8 +250,7 @@ class LayerCache:
         """Add the method's scores, given the new queries and what they attend to: K and V (B, Hkv, S, d), in full
         precision where they still are."""
         q, K = self.rope.rotate(q, seen), attended[0]  # (B, H, T, d), (B, Hkv, S, d)
-        with read_only(q, K):
-            of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
+        of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
         if not of_keys.shape == of_values.shape == K.shape[:3]:
             raise UserError(f"`score` of {type(self.method).__name__} has to give the scores of keys and of values, "
                             f"{tuple(K.shape[:3])} both; it gave {tuple(of_keys.shape)}, {tuple(of_values.shape)}")
@@ -300,9 +287,8 @@ class LayerCache:
         """
         if self.chooses_once:
             n_keys = n_values = self.length if self.is_choosing else 0
-        with read_only(self.keys.recent, self.values.recent):
-            keep_keys = self.method.keep_keys(self, n_keys) if n_keys else None
-            keep_values = self.method.keep_values(self, n_values) if n_values else None
+        keep_keys = self.method.keep_keys(self, n_keys) if n_keys else None
+        keep_values = self.method.keep_values(self, n_values) if n_values else None
         if keep_keys is not None:
             self.keys.keep(keep_keys)
         if keep_values is not None:
@@ -427,8 +413,7 @@ class KVCache:
     def observe(self, layer, hidden):
         """Show a layer's output for the new tokens, hidden (B, T, D), to a method that still chooses."""
         if self.layers[layer].is_choosing:
-            with read_only(hidden):
-                self.method.observe(self, layer, hidden)
+            self.method.observe(self, layer, hidden)
 
     def top_k(self, x, k):
         """Indices of the k largest of x (B, n), largest first, the earlier of equals: (B, up to k). Triton has a

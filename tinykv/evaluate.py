@@ -52,7 +52,7 @@ class Result:
 
 # Measuring
 
-@torch.no_grad()
+@torch.inference_mode()
 def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=None, cache_class=KVCache, prompt=None):
     """One method's `Result` on windows (`data.windows.Windows`). UserError where the model, or the method, computes
     numbers that are not finite, and for fp16's Result of other windows, or of another model.
@@ -79,8 +79,6 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
     settings = {name: value for name, value in vars(method).items() if name not in method.found}
     numbers = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
     result.settings = repr([made_with(method), numbers, protocol, prompt])
-    # in inference mode torch is faster, but cannot tell whether somebody's own method writes into what it is shown
-    mode = torch.inference_mode if type(method).__module__.startswith("tinykv.") else torch.no_grad
     for first in range(0, len(windows.tokens), batch):
         tokens = windows.tokens[first:first + batch].to(device)  # (B, T)
         answers = windows.answers[first:first + batch]
@@ -94,8 +92,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         clock = time.perf_counter()
         for chunk in chunks_of(tokens, cache):
             coded = cache.layers[0].keys.n_coded + cache.layers[0].values.n_coded  # before the last chunk
-            with mode():
-                outputs.append(model(chunk, cache, logits=False))  # (B, new tokens, D)
+            outputs.append(model(chunk, cache, logits=False))  # (B, new tokens, D)
         if tokens.is_cuda:
             torch.cuda.synchronize(device)
         result.seconds += time.perf_counter() - clock

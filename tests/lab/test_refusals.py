@@ -318,18 +318,8 @@ def own(**parts):
     measure(MODEL, type("Own", (CodecMethod,), parts)(CONFIG, scheme="token-dynamic"), WINDOWS)
 
 
-def scores_in_place(method, layer_cache, q, K):
-    return [K.mul_(2)[..., 0]] * 2
-
-
 def counts(method, layer_cache, n):
     method.asked += 1
-
-
-def encodes_in_place():
-    method = METHODS["rtn"](CONFIG, scheme="token-dynamic")
-    method.codecs[1].v.encode = lambda x, ignore: x.zero_()
-    MODEL(TOKENS, KVCache(MODEL, method, "paper"))
 
 
 def compare(**flags):
@@ -389,11 +379,6 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     ("says scheme channel-dynamic, and its codecs are of token-dynamic", lambda: edited(
         METHODS["rtn"](CONFIG, scheme="token-dynamic"), "scheme", "channel-dynamic")),
     (f"the model has {L - 1} layers, and its config says {L}", pruned),
-    *(("wrote into a tensor that it was shown", lambda parts=parts: own(**parts)) for parts in (
-        {"observe": lambda method, cache, layer, hidden: hidden.mul_(2)},
-        {"uses_scores": True, "score": scores_in_place},
-        {"keep_keys": lambda method, layer_cache, n: layer_cache.values.recent.zero_()})),
-    ("wrote into a tensor that it was shown", encodes_in_place),
     ("after this text had begun: asked;", lambda: own(asked=0, keep_keys=counts)),
     *((f"{n} times token 7 before BOS would be read", lambda n=n: MODEL.generate(torch.cat(
         [torch.full((1, n), 7), torch.tensor([[CONFIG.bos_token_id, 9]])], dim=1), 2)) for n in (1, 5)),
