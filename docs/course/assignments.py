@@ -4,6 +4,7 @@ import ast
 import codecs
 import hashlib
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from tinykv import UserError
@@ -141,6 +142,23 @@ def comment_of(line):
     """A line's comment; "" if it has none, or says no more than a shape."""
     found = re.search(r"(?:^|  ) *(# .*)$", line)
     return "" if found is None or re.fullmatch(r"# \(.*\)(?: both)?", found[1]) else found[1]
+
+
+def definitions_in(cells):
+    """What a notebook's cells import, define and assign, as one file: of each name what was run last. A cell that
+    Python cannot read has been mended and run again; the first one has no part of the answer."""
+    found = {}
+    for cell in cells:
+        nodes, lines, first = [], cell.splitlines(), 0
+        with suppress(SyntaxError):
+            nodes = ast.parse(cell).body if "def hand_in(" not in cell else []
+        for node in nodes:
+            text = "\n".join(lines[first:node.end_lineno]).strip("\n")  # with the comments above it
+            kinds = ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef
+            if isinstance(node, kinds) and "get_ipython(" not in text:  # what `!ls` and `%time` become
+                found[getattr(node, "name", ast.unparse(node).partition(" = ")[0])] = text
+            first = node.end_lineno
+    return "\n\n\n".join(found.values()) + "\n"
 
 
 MADE = {"starter.py": starter, "page.py": page}

@@ -36,11 +36,11 @@ def parser():
     p.add_argument("submission", type=Path, metavar="FILE|FOLDER", help="a student's file, or a folder of them")
     p.add_argument("--assignment", metavar="NAME", help="the only one that a file may be for")
     p.add_argument("--all", action="store_true", help="show what is wrong in every failed test")
-    p.add_argument("--students", metavar="WHO", help="of a folder, these alone: names with commas")
+    p.add_argument("--students", nargs="+", metavar="WHO", help="of a folder, these alone")
     p.add_argument("--seed", type=int, default=0, help="draws other models, sizes and inputs")
     p.add_argument("--json", type=Path, metavar="F", help="write a record of everything to F")
-    p.add_argument("--points", type=Path, metavar="F", help="write a line for each student, with a total, to F; what F "
-                   "has of other students and assignments stays")
+    p.add_argument("--points", type=Path, metavar="F", help="of a folder, write a line for each student, with a total, "
+                   "to F; what F has of other students and assignments stays")
     p.add_argument("--unconfined", action="store_true", help="grade also where a submission can read the answers")
     return p
 
@@ -49,16 +49,23 @@ def main():
     p = parser()
     with one_line(p):
         args = p.parse_args()
+        if args.assignment:
+            folder_of(args.assignment)
         if args.submission.is_dir():
             files = submissions(args.submission, args.assignment)
-            if args.students:
-                files = [file for file in files if student_of(file, args.submission) in args.students.split(",")]
-            if not files:
-                raise UserError(f"{args.submission} has no files of {args.students}")
-            print_table(grade_all(files, args), args.submission)
+            students = [student_of(file, args.submission) for file in files]
+            for name in args.students or ():
+                if name not in students:
+                    raise UserError(f"{args.submission} has no files of {name}")
+            chosen = [file for file, name in zip(files, students) if name in (args.students or students)]
+            print_table(grade_all(chosen, args), args.submission)
         else:
+            if args.points:
+                raise UserError("--points is for a folder of students; --students grades one of them again")
             if line := assignments.write_missing(args.submission):
                 print(line)
+            if not args.submission.exists():
+                raise UserError(f"there is no file or folder {args.submission}")
             print_report(grade_all([args.submission], args)[0], args.all)
 
 
@@ -135,7 +142,7 @@ class Given:
         for file in files:
             try:
                 self.names[file] = name = assignment_of(file)
-                if args.assignment not in (None, name, name.removesuffix(PAGE) if args.submission.is_dir() else name):
+                if args.assignment not in (None, name, name.removesuffix(PAGE)):
                     raise UserError(f"{file.name} is for the assignment {name}, and {args.assignment} was asked for")
                 if name not in self.right:
                     self.right[name] = right_values(name, self.seed, folder)
@@ -186,7 +193,8 @@ def right_values(name, seed, folder):
     faults += [compiles.verdict(note, test["errors"]) for test in right.values() for note, *_ in test["notes"]]
     if sum(test["points"] for test in right.values()) != points_of(name) or any(faults):
         faults = [*filter(None, faults), "it ended, or took too long"]
-        raise UserError(f"this machine cannot grade {name}, as the project's own answer fails here: {faults[0][:200]}")
+        raise UserError(f"this machine cannot grade {name}, as its own answer fails here: {faults[0][:200]}; `pytest "
+                        f"{folder_of(name).relative_to(ROOT)} --file {answer.relative_to(ROOT)}` may show why")
     return right
 
 
@@ -203,7 +211,7 @@ def points_of(name):
 def tests_in(name):
     """{test: its points}, of an assignment, or of its page."""
     tests = tests_of(name).read_text(encoding="utf-8")
-    found = re.findall(r"^@points\((\d+)\)\n(?:@.*\n)*def (\w+)", tests, re.MULTILINE)
+    found = re.findall(r"^@(?:pytest\.mark\.)?points\((\d+)\)\n(?:@.*\n)*def (\w+)", tests, re.MULTILINE)
     return {test: int(points) for points, test in found if is_part(test, name)}
 
 
@@ -277,8 +285,8 @@ def print_table(reports, folder):
     for report in reports:
         failed = [test for test in report["tests"] if not test["points"]]
         told = [report["fault"].replace(f"{folder}{os.sep}", "")] if report["fault"] else {
-            test["message"] for test in failed}
-        if len(told) > 1 or len(failed) == 1:  # one reason for several stands for all
+            re.sub("^(Not written yet): .*", r"\1", test["message"]) for test in failed}
+        if len(told) > 1 or report["points"]:  # one reason for all stands for them
             told = dict.fromkeys(test["title"].split(":")[0] for test in failed)
         file = printable(str(Path(report["file"]).relative_to(folder)))
         points = f"{report['points']}/{report['of']}"

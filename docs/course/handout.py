@@ -11,7 +11,6 @@ import re
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -59,9 +58,12 @@ def main():
         for folder in here.values():
             if f"{folder.as_posix()}/handout.md" not in files:
                 raise UserError(f"{folder}/handout.md is handed out, but git has it not; `git add {folder}` first")
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # before a file is written, as an answer may be wrong
+            right = [*tqdm(pool.map(expected, here), "right values", len(here), False, unit="assignment", disable=None)]
         write(args.folder, files, names)
-        for name, folder in here.items():
+        for (name, folder), tests in zip(here.items(), right):
             texts = {file: made(ROOT / folder) for file, made in MADE.items() if file == "starter.py" or name in pages}
+            texts["expected.json"] = json.dumps({"seed": 0, "tests": tests})
             if name in NOTEBOOKS:
                 texts["notebook.ipynb"] = notebook(cells_of(name, texts["starter.py"]))
             for file, text in texts.items():
@@ -77,9 +79,6 @@ def main():
         for file, text in around.items():
             (args.folder / file).parent.mkdir(parents=True, exist_ok=True)
             (args.folder / file).write_text(text, encoding="utf-8")
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            written = pool.map(partial(write_expected, args.folder), here)
-            list(tqdm(written, "right values", len(here), False, unit="assignment", disable=None))
         print(f"{args.folder}: a repository without the answers of {', '.join(names)}")
 
 
@@ -92,14 +91,11 @@ def tracked():
     return [file for file in files if (ROOT / file).is_file()]
 
 
-def write_expected(folder, name):
-    """The right values at seed 0, for a repository without answer.py."""
+def expected(name):
+    """The right values of an assignment, and of its page, at seed 0."""
     with tempfile.TemporaryDirectory() as temporary:
-        tests = right_values(name, 0, Path(temporary))
-        if name in PAGES:
-            tests |= right_values(name + PAGE, 0, Path(temporary))
-    target = folder / folder_of(name).relative_to(ROOT) / "expected.json"
-    target.write_text(json.dumps({"seed": 0, "tests": tests}), encoding="utf-8")
+        parts = (name, name + PAGE) if name in PAGES else (name,)
+        return {test: given for part in parts for test, given in right_values(part, 0, Path(temporary)).items()}
 
 
 if __name__ == "__main__":

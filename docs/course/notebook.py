@@ -1,7 +1,7 @@
 """An assignment as a notebook, a task a cell with a check below it: `python -m docs.course.notebook kvsink F.ipynb`.
 
 In it `check("outlier")` runs the tests of a function on what the cells so far define, as pytest does on a starter, and
-`hand_in()` writes the cells as starter.py.
+`hand_in()` writes what they define as starter.py.
 """
 import ast
 import re
@@ -17,14 +17,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = {tests}
 sys.path.insert(0, str(Path.cwd().parents[2]))  # the repository
+from docs.course.assignments import definitions_in
+
+TESTS = {tests}
 
 
 def hand_in(file="starter.py"):
-    """Write the cells as one file."""
-    cells = [cell for cell in In if not cell.startswith(("check(", "hand_in(", '"""Assignment'))]
-    Path(file).write_text("\\n\\n".join(cells) + "\\n", encoding="utf-8")
+    """Write what the cells define as one file."""
+    Path(file).write_text(definitions_in(In), encoding="utf-8")
 
 
 def check(function):

@@ -533,13 +533,16 @@ def test_a_students_total_has_the_better_of_two_files(handed_in, before, after):
 
 
 @pytest.mark.parametrize("messages, told", [
-    (["odd\x1b", "odd\x1b"], "odd\\x1b"), (["odd", "another"], "one, two"), (["odd"], "one")])
+    (["odd\x1b", "odd\x1b"], "odd\\x1b"), (["odd", "another"], "one, two"), (["odd", ""], "one"),
+    (["Not written yet: f.", "Not written yet: g."], "Not written yet")])
 def test_one_reason_for_all_that_failed_is_told(messages, told, capsys):
     """A table says what is wrong with the file; else it says in which functions."""
-    tests = [{"title": f"{name}: of it", "points": 0, "message": text} for name, text in zip(("one", "two"), messages)]
-    grade.print_table([{"file": "all/f.py", "student": "f", "assignment": "ott", "fault": "", "points": 0, "of": 2,
+    tests = [{"title": f"{name}: of it", "points": not text, "message": text}
+             for name, text in zip(("one", "two"), messages)]
+    points = sum(test["points"] for test in tests)
+    grade.print_table([{"file": "all/f.py", "student": "f", "assignment": "ott", "fault": "", "points": points, "of": 2,
                         "tests": tests}], Path("all"))
-    assert capsys.readouterr().out.splitlines()[1].endswith(f"0/2     {told}")
+    assert capsys.readouterr().out.splitlines()[1].endswith(f"{points}/2     {told}")
 
 
 # ---- other platforms, and who is alike
@@ -562,12 +565,15 @@ def test_a_wrong_word_or_file_is_told_in_a_line(run, tmp_path, monkeypatch):
             (gradescope, "ott 1 a.zip", ""), (gradescope, "ott 1 a.zip", ""), (gradescope, "ott 1 .", "of the zip"),
             (gradescope, "ott 1 mine", "mine already exists"), (gradescope, "otto 1 b.zip", "no assignment 'otto'"),
             (gradescope, "ott 1", "required: FILE.zip"), (gradescope, "ott one b.zip", "'one'"),
-            (grade, "a.py --points mine", "mine already exists, and is no report that this program wrote"),
+            (grade, "class --points mine", "mine already exists, and is no report that this program wrote"),
             (grade, "a.py --json of.json", "of.json already exists"), (grade, "", "required: FILE"),
             (grade, "link.py", "is a link"),
-            (grade, "no.py", "no.py"), (grade, "mine", "no Python file"), (grade, "empty", "no Python file in empty"),
+            (grade, "no.py", "no file or folder no.py"), (grade, "mine", "no Python file"),
+            (grade, "a.py --assignment aff", "no assignment 'aff'"), (grade, "a.py --points p.csv", "for a folder"),
+            (grade, "class --students a b --points p.csv", "class has no files of b"),
+            (grade, "empty", "no Python file in empty"),
             (grade, "class --assignment ott --points p.csv", 'no Python file in class says ASSIGNMENT = "ott"'),
-            (grade, "a.py --assignment ott --points p.csv", "for the assignment affine, and ott"),
+            (grade, "a.py --assignment ott", "for the assignment affine, and ott"),
             (assignments, "x", "unrecognized arguments: x"),
             (grade, "odd.py", "no assignment 'x'")):
         status, out, err = run(program, *words.split())
@@ -588,6 +594,14 @@ def test_a_copy_is_told_from_an_answer_of_ones_own(tmp_path):
     assert {file for pair in shares for file in pair} == {"copy.py", "empty.py", "the project's"}
     assert shares["copy.py", "the project's"] > 0.9 and max(
         share for pair, share in shares.items() if "empty.py" in pair) < 0.1
+
+
+def test_a_notebook_hands_in_what_its_cells_define():
+    """The last of each name, with the comments above it, and neither experiments nor what Python cannot read."""
+    f = "# one\n@g\ndef f():\n    return 2  # two"
+    cells = ["def hand_in(): 1", "import torch\n\nEPS = 1", f.replace(":", ""), f.replace("2", "3"), f, "EPS = 1e-6",
+             "get_ipython().system('ls')\nfiles = get_ipython().getoutput('ls')\n# look\ncheck('f')"]
+    assert assignments.definitions_in(cells) == f"import torch\n\n\nEPS = 1e-6\n\n\n{f}\n"
 
 
 # ---- the hunt
@@ -644,7 +658,9 @@ def test_a_fault_to_hunt_changes_what_its_page_prints(name, tmp_path):
 def test_a_repository_to_hand_out_holds_no_answer(run, tmp_path, monkeypatch):
     """No function of it does what an answer does. Links lead somewhere."""
     out, answers = tmp_path / "out", {}
-    monkeypatch.setattr(handout, "write_expected", lambda folder, name: None)
+    monkeypatch.setattr(grade, "record_of", lambda *given: {})  # as where an answer fails
+    assert "cannot grade" in run(handout, out)[2] and not out.exists()
+    monkeypatch.setattr(handout, "expected", lambda name: {})
     run(handout, out, "--assignments", ",".join(NAMES))
     for name in NAMES:
         answers |= functions(right_text(name))
@@ -684,7 +700,7 @@ def test_the_questions_run_where_they_are_handed_out(run, tmp_path, monkeypatch)
     starter is an answer."""
     folder, commands = tmp_path / "out", []
     search = "kmeans(points, weight, plus_plus(points, weight, u))"  # seconds of it
-    monkeypatch.setattr(handout, "write_expected", lambda folder, name: None)
+    monkeypatch.setattr(handout, "expected", lambda name: {})
     run(handout, folder)
     for name in NAMES:
         starter = folder / assignments.folder_of(name).relative_to(ROOT) / "starter.py"

@@ -92,7 +92,7 @@ def test_a_class_is_graded_and_one_student_again(tmp_path):
     assert all(int(before["bob"][part]) < of[part] for part in PARTS) and len(before) == 8
     assert int(before["jon"]["kvsink"]) < of["kvsink"]
     (one / "bob" / "kvsink" / "mine.py").write_text(text)
-    said("-m", "docs.course.grade", one, "--assignment", "kvsink", "--students", "bob", *words)
+    said("-m", "docs.course.grade", one, "--assignment", "kvsink", *words, "--students", "bob")
     after = rows()
     assert after.pop("bob")["kvsink"] == "66" and before.pop("bob") and after == before
     assert len({(report["student"], report["file"]) for report in json.loads(record.read_text())}) == 40
