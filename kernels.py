@@ -124,9 +124,7 @@ class PackedRows(NamedTuple):
     token: tl.constexpr  # words from a token to the next
     start: int  # position of the first token
     sections: tl.constexpr  # tuple of Section (tinykv/codecs/base.py): the bytes of a row; () of 16-bit numbers
-    n_sections: tl.constexpr
     planes: tl.constexpr  # tuple of Plane; where numbers are decoded a plane is the head, or half of it
-    n_planes: tl.constexpr
     words: tl.constexpr  # words of a plane
     tile: tl.constexpr  # W: the next power of 2, at least the 16 that a product takes
     step: tl.constexpr  # channels from a word of a plane to the next
@@ -137,20 +135,16 @@ class PackedRows(NamedTuple):
 
 
 # The arguments of the functions below:
-#   rows, or k and v: PackedRows    b, h: sequence and KV head    i: number of a plane
+#   rows, or k and v: PackedRows; `.value` of its planes and sections, which are constants, is plain Python
+#   b, h: sequence and KV head    i: number of a plane
 #   j (N): the tokens of a tile, j0: the first, ok (N): which of them are read
 #   channel (W): channels of a head, there (W): which exist    query (M): rows of queries, live (M): which exist
-
-@triton.constexpr_function
-def field(tuples, i, name):  # plain Python, which the compiler calls: planes and sections are constants
-    return getattr(tuples[i], name)
-
 
 @triton.jit
 def channels_of(rows, i: tl.constexpr):
     # The channels (W) of plane i, and which of them exist: W is rounded up to a power of two.
     word = tl.arange(0, rows.tile)
-    channel = word * rows.step + field(rows.planes, i, "channel")
+    channel = word * rows.step + rows.planes.value[i].channel
     return channel, (word < rows.words) & (channel < rows.width)
 
 
@@ -160,7 +154,7 @@ def words_of(rows, b, h, j, ok, TRANSPOSED: tl.constexpr = False):
     row = rows.data + b * rows.batch + h * rows.head + j.to(tl.int64)[:, None] * rows.token  # (N, 1)
     word = tl.arange(0, rows.tile)
     slices = ()
-    for n in tl.static_range(field(rows.planes, -1, "slices")[-1] + 1):  # those of the last plane are last
+    for n in tl.static_range(rows.planes.value[-1].slices[-1] + 1):  # those of the last plane are last
         pointer = row + (word + n * rows.words)[None]  # (N, W)
         mask = ok[:, None] & (word < rows.words)[None]  # (N, W)
         if TRANSPOSED:
@@ -176,10 +170,10 @@ def words_of(rows, b, h, j, ok, TRANSPOSED: tl.constexpr = False):
 def codes_of_plane(rows, slices, i: tl.constexpr):
     # The codes of plane i as fp16, 2**24 times smaller and 2**low times larger.
     words, code = (), tl.zeros(slices[0].shape, tl.int32)
-    for n in tl.static_range(rows.n_sections):
-        word = slices[field(rows.planes, i, "slices")[n]].to(tl.uint16)
-        moved = word.to(tl.int32) << 8 >> 8 + field(rows.planes, i, "shifts")[n]  # to the left if negative
-        words, code = words + (word,), code | moved & field(rows.planes, i, "masks")[n]
+    for n in tl.static_range(len(rows.sections.value)):
+        word = slices[rows.planes.value[i].slices[n]].to(tl.uint16)
+        moved = word.to(tl.int32) << 8 >> 8 + rows.planes.value[i].shifts[n]  # to the left if negative
+        words, code = words + (word,), code | moved & rows.planes.value[i].masks[n]
     if TWO_AT_ONCE:
         PTX: tl.constexpr = two_words(rows.planes, i)
         return tl.inline_asm_elementwise(PTX[0], PTX[1], words, tl.float16, is_pure=True, pack=2)
@@ -191,8 +185,9 @@ def two_words(planes, i):
     # PTX, a GPU's assembly: shift and mask of two 16-bit words in one 32-bit register. Saves every second mask. And the
     # registers: $0 is the result, $1, $2 .. are the words of each section.
     lines, registers = "", "=r"
-    for n, (shift, mask) in enumerate(zip(planes[i].shifts, planes[i].masks), 1):
-        lines += f"{'shr' if shift >= 0 else 'shl'}.b32 x, ${n}, {abs(shift)}; and.b32 x, x, {mask * 0x10001:#x}; "
+    for n, shift in enumerate(planes[i].shifts):  # no tuple within a tuple: Triton 3.7 compiles none
+        mask = planes[i].masks[n] * 0x10001
+        lines += f"{'shr' if shift >= 0 else 'shl'}.b32 x, ${n + 1}, {abs(shift)}; and.b32 x, x, {mask:#x}; "
         lines += "or.b32 y, y, x; "
         registers += ",r"
     return f"{{ .reg .b32 x, y; mov.b32 y, 0; {lines}mov.b32 $0, y; }}", registers
@@ -242,7 +237,7 @@ def keys_of_plane(k, words, b, h, j0, j, ok, i: tl.constexpr):
     if k.fold == "":
         c, scale, zero = decoded(k, b, h, j0, j, ok, i), 1.0, 0.0
     else:  # codes are 2**low times larger, so s is smaller
-        c, scale, zero = codes_of_plane(k, words, i), 0.5 ** field(k.planes, i, "low"), 1.0
+        c, scale, zero = codes_of_plane(k, words, i), 0.5 ** k.planes.value[i].low, 1.0
     if k.fold == "channel":
         channel, there = channels_of(k, i)
         s, z = grid_of(k.grid, b, h, j0, j, ok, channel, there)  # (1, W) both
@@ -253,7 +248,7 @@ def keys_of_plane(k, words, b, h, j0, j, ok, i: tl.constexpr):
 @triton.jit
 def scores_of(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
     # K q^T (N, M), of codes. q: the queries' planes, (W, M) each.
-    PLANES: tl.constexpr = k.n_planes // k.groups
+    PLANES: tl.constexpr = len(k.planes.value) // k.groups
     words, scales, zeros = words_of(k, b, h, j, ok), (1.0,), (1.0,)
     if k.fold == "token":
         scales, zeros = grid_of_tokens(k, b, h, j0, j, ok)
@@ -328,7 +323,7 @@ def attend_kernel(q, k, v, turn, kept, accs, tops, totals, begin, end, split, T,
 
     # the queries, cut into the planes of the keys
     q_planes = ()
-    for i in tl.static_range(k.n_planes):
+    for i in tl.static_range(len(k.planes.value)):
         channel, there = channels_of(k, i)
         x = tl.load(q + query[None] * k.width + channel[:, None], live[None] & there[:, None], 0)
         x = x.to(tl.float32) * factor  # (W, M)
@@ -336,8 +331,8 @@ def attend_kernel(q, k, v, turn, kept, accs, tops, totals, begin, end, split, T,
             x = x.to(DOT).to(tl.float32)  # rounded once, for the products and for the sum
         q_planes = q_planes + (x,)
     # sums over the tokens: weights times each plane's codes of the values, and times each group's zero points; weights
-    V_PLANES: tl.constexpr = v.n_planes // v.groups
-    acc = (tl.zeros((v.tile, M), tl.float32),) * v.n_planes
+    V_PLANES: tl.constexpr = len(v.planes.value) // v.groups
+    acc = (tl.zeros((v.tile, M), tl.float32),) * len(v.planes.value)
     acc_zeros = (tl.zeros((M,), tl.float32),) * v.groups
     top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
 
@@ -403,11 +398,11 @@ def attend_kernel(q, k, v, turn, kept, accs, tops, totals, begin, end, split, T,
 
     # write the sums of this piece; those over codes get their powers of two and their zero points
     query += piece * (tl.num_programs(0) // tiles * R * T)  # (M): index among those of all pieces
-    for i in tl.static_range(v.n_planes):
+    for i in tl.static_range(len(v.planes.value)):
         channel, there = channels_of(v, i)
         x = acc[i]  # (W, M)
         if v.fold == "token":
-            unit = TO_INTEGER * 0.5 ** field(v.planes, i, "low")
+            unit = TO_INTEGER * 0.5 ** v.planes.value[i].low
             x = x * unit + acc_zeros[i // V_PLANES][None]
         tl.store(accs + query[None] * v.width + channel[:, None], x, live[None] & there[:, None])
     tl.store(tops + query, top, live)
@@ -467,7 +462,7 @@ class Turn(NamedTuple):
 @triton.jit
 def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
     # Scores (N, M) of codes or decoded numbers. A channel turns with the one d/2 after it: plane i with plane i + HALF.
-    HALF: tl.constexpr = k.n_planes // 2
+    HALF: tl.constexpr = len(k.planes.value) // 2
     s = tl.zeros((j.shape[0], q[0].shape[1]), tl.float32)
     by_zeros = tl.zeros(s.shape, tl.float32)  # (N, M): what zero points add
     words = words_of(k, b, h, j, ok) if k.fold == "channel" else ()
@@ -564,7 +559,7 @@ def decode_codebook(rows, b, h, j, ok, i: tl.constexpr):
     SIDE: tl.constexpr = rows.books.side
     unit = tl.arange(0, rows.tile // SIDE) * SIDE  # (W / SIDE): the first channel of each load
     there = unit < rows.words  # (W / SIDE)
-    channel = unit + field(rows.planes, i, "channel") + h * rows.width  # (W / SIDE)
+    channel = unit + rows.planes.value[i].channel + h * rows.width  # (W / SIDE)
     # the centroid's index, in the book of its vector or in the only one
     n, index = rows.books.n, channel // rows.books.n  # (W / SIDE): of the vector in the row of all heads
     centroid = code_at(rows, b, h, j, ok, index, there) + index[None] * rows.books.m  # (N, W / SIDE)
@@ -583,12 +578,12 @@ def code_at(rows, b, h, j, ok, index, there):
     row = rows.data + b * rows.batch + h * rows.head + j.to(tl.int64)[:, None] * rows.token  # (N, 1)
     mask, index = ok[:, None] & there[None], index[None]
     code = tl.zeros(mask.shape, tl.int32)  # (N, W)
-    for n in tl.static_range(rows.n_sections):
-        SIZE: tl.constexpr = field(rows.sections, n, "size")
-        BITS: tl.constexpr = field(rows.sections, n, "bits")
+    for n in tl.static_range(len(rows.sections.value)):
+        SIZE: tl.constexpr = rows.sections.value[n].size
+        BITS: tl.constexpr = rows.sections.value[n].bits
         # the lowest codes of all bytes come first, then the next ones
-        word = tl.load(row + field(rows.sections, n, "first") + index % SIZE, mask, 0)
+        word = tl.load(row + rows.sections.value[n].first + index % SIZE, mask, 0)
         if rows.ternary is not None:
             word = tl.load(rows.ternary + word)
-        code |= ((word.to(tl.int32) >> index // SIZE * BITS) & (2 ** BITS - 1)) << field(rows.sections, n, "low")
+        code |= ((word.to(tl.int32) >> index // SIZE * BITS) & (2 ** BITS - 1)) << rows.sections.value[n].low
     return code

@@ -92,9 +92,8 @@ def made_rows(data, width, halves, of_row=(), cut=None, fold="", groups=1, start
     ternary = ternary_table(data.device) if any(s.bits == TERNARY for s in of_row) else None
     of_row = tuple(s._replace(bits=math.ceil(s.bits)) for s in of_row)
     return made(PackedRows, fold=fold, width=width, data=data, batch=batch, head=head, token=token, start=start,
-                sections=of_row, n_sections=len(of_row), planes=planes, n_planes=len(planes), words=words,
-                tile=max(16, triton.next_power_of_2(words)), step=step, groups=groups, grid=grid, ternary=ternary,
-                books=books)
+                sections=of_row, planes=planes, words=words, tile=max(16, triton.next_power_of_2(words)), step=step,
+                groups=groups, grid=grid, ternary=ternary, books=books)
 
 
 @lru_cache
