@@ -31,10 +31,10 @@ def main():
     p.add_argument("name", choices=NAMES, help="the assignment whose page it is")
     p.add_argument("folder", type=Path, metavar="FOLDER", help="has, or gets, a folder for each student")
     p.add_argument("--seed", type=int, required=True, help="draws the faults; the same for handing out and grading")
-    p.add_argument("--students", metavar="WHO", help="names with commas: write their files")
+    p.add_argument("--students", nargs="+", metavar="WHO", default=(), help="write the files of these")
     with one_line(p):
         args = p.parse_args()
-        for student in args.students.split(",") if args.students else ():
+        for student in args.students:
             target = args.folder / student / "page.py"
             if target.exists():
                 print(f"{target} is there already, and stays as it is")

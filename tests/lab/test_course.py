@@ -621,7 +621,7 @@ def test_a_hunt_is_graded_by_line_and_change(run, monkeypatch, tmp_path, request
         monkeypatch.setattr(grade, "right_values", right_here)
         monkeypatch.setattr(grade, "record_of", record_here)
     run(hunt, "affine", tmp_path, "--seed", 7, "--students", "right")
-    assert "stays as it is" in run(hunt, "affine", tmp_path, "--seed", 7, "--students", ",".join(HUNTERS))[1]
+    assert "stays as it is" in run(hunt, "affine", tmp_path, "--seed", 7, "--students", *HUNTERS)[1]
     for student, (mend, off, _) in HUNTERS.items():
         (wrong, right, lines), file = hunt.planted("affine", student, 7), tmp_path / student / "page.py"
         of_public = hunt.changed(right_text("affine_page"), wrong)
