@@ -32,7 +32,6 @@ import torch
 
 from tinykv import UserError, at_least, one_of
 from tinykv.codecs.base import Pair, sixteen_bits
-from tinykv.codecs.schemes import SCHEMES
 from tinykv.model import check_tokens, same_model
 
 PROTOCOLS = ("paper", "stream")
@@ -383,8 +382,7 @@ class KVCache:
 
     def what_layers_hold(self):
         """What `reset` makes the layers of."""
-        return self.method, self.protocol, self.prompt, self.method.scheme, made_with(self.method), [
-            *self.method.each_codec()]
+        return self.method, self.protocol, self.prompt, made_with(self.method), self.method.each_codec()
 
     def check_unchanged(self):
         """UserError if the method is no longer what this text has begun with."""
@@ -471,12 +469,7 @@ def check_method(method):
         if (block := method.block_of(kind)) % codec.tokens_per_group:
             raise UserError(f"a block of {block} tokens does not hold whole groups of "
                             f"{codec.tokens_per_group}; give a multiple")
-    made_by = {codec.scheme for *_, codec in method.each_codec()} - {None}
-    if made_by and method.scheme in SCHEMES and method.scheme not in made_by:
-        raise UserError(f"{name} says scheme {method.scheme}, and its codecs are of {', '.join(made_by)}; make a new "
-                        "method with this scheme")
-    learning = [codec for *_, codec in method.each_codec() if codec.needs_text]
-    if len(set(map(id, learning))) < len(learning):
+    if len(set(map(id, method.learning()))) < len(method.learning()):
         raise UserError(f"{name}: each layer, K and V need codecs of their own, as each is calibrated by itself")
 
 

@@ -30,8 +30,7 @@ def calibrate(model, methods, windows, progress=None, seed=0):
         if isinstance(method, type) or not hasattr(method, "each_codec"):
             raise UserError(f"calibrate takes methods that are made, such as KIVI(model.config); got {method!r}")
         method.calibrated_on = None  # until the last table is there
-    learning = [method for method in methods if any(codec.needs_text for _, _, codec in method.each_codec())]
-    codecs = [codec for method in learning for _, _, codec in method.each_codec() if codec.needs_text]
+    codecs = [codec for method in methods for codec in method.learning()]
     for codec in codecs:  # what a method keeps does not depend on tables of other text
         vars(codec).update(dict.fromkeys(codec.tables))
     gradients = any(codec.needs_gradient for codec in codecs)
@@ -43,8 +42,8 @@ def calibrate(model, methods, windows, progress=None, seed=0):
             method.fit(text.hidden())
 
     # 2. Each codec learns from its keys, or values, of all windows, as the method's cache stores them
-    caches = [KVCache(model, method) for method in learning]
-    for layer in progress(range(model.config.num_hidden_layers)) if learning else ():
+    caches = [KVCache(model, method) for method in methods if method.learning()]
+    for layer in progress(range(model.config.num_hidden_layers)) if caches else ():
         computed = text[layer]
         for cache in caches:
             for codec, *learned_from in shown(cache, layer, computed):

@@ -376,8 +376,6 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     ("has to give floating-point", integers),
     *(("a codec, or a setting of one, has changed since it was calibrated", lambda codecs=codecs: edited(
         made("rtn"), "codecs", codecs(made("rtn").codecs))) for codecs in (list, lambda codecs: codecs[::-1])),
-    ("says scheme channel-dynamic, and its codecs are of token-dynamic", lambda: edited(
-        METHODS["rtn"](CONFIG, scheme="token-dynamic"), "scheme", "channel-dynamic")),
     (f"the model has {L - 1} layers, and its config says {L}", pruned),
     ("after this text had begun: asked;", lambda: own(asked=0, keep_keys=counts)),
     *((f"{n} times token 7 before BOS would be read", lambda n=n: MODEL.generate(torch.cat(

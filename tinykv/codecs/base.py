@@ -164,7 +164,6 @@ class Codec:
     tables serve only a codec that was made in the same way.
     """
     bits = None  # nominal bits of a number, which every codec says
-    scheme = None  # the name of the scheme that made it
     tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups
     window = None  # tokens that a query sees, where older codes are dropped
     needs_text = False  # True: calibration has to call `fit` before the first text

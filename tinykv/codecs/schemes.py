@@ -84,6 +84,5 @@ def make_codecs(config, scheme, k_bits, v_bits, centre="off", **settings):
         made = make_codec(config, kind, 8 if bits == 16 else bits, **settings)  # which refuses what cannot be
         if centre == "on" and kind == "k":
             made = Centred(made)
-        made.scheme = scheme
         return Exact() if bits == 16 else made
     return [Pair(k=codec("k", k_bits), v=codec("v", v_bits)) for _ in range(config.num_hidden_layers)]

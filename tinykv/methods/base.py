@@ -74,6 +74,10 @@ class Method:
         """[(layer, "k" or "v", codec)]."""
         return [(layer, kind, codec) for layer, pair in enumerate(self.codecs) for kind, codec in zip("kv", pair)]
 
+    def learning(self):
+        """[codec] of those that calibration gives their tables."""
+        return [codec for _, _, codec in self.each_codec() if codec.needs_text]
+
     # When
 
     def block_of(self, kind):
@@ -118,8 +122,7 @@ class Method:
     @property
     def needs_calibration(self):
         """Whether `calibrate.calibrate` has to run before the next text."""
-        learns = self.needs_text or any(codec.needs_text for _, _, codec in self.each_codec())
-        return learns and self.calibrated_on is None
+        return bool(self.needs_text or self.learning()) and self.calibrated_on is None
 
     def fit(self, hidden):
         """Set the attributes in `found`. hidden yields the embedding, then each layer's output, of all calibration
