@@ -153,6 +153,7 @@ def test_gradescopes_container_grades_what_is_handed_in(tmp_path):
     text, page = right_text("affine"), right("affine_page")
     assert results(1, starter__py=text, page__py=page)["score"] == 80
     assert results(2, starter__py=text, a__py=given_text("affine"), page__py=given_text("affine_page"))["score"] == 66
+    assert "page.py names no" in results(6, starter__py=text, page__py=right_text("affine_page"))["output"]
     for files in {}, {"notebook__ipynb": "{}"}:
         empty = results(3, **files)
         assert empty["score"] == 0 and "no Python file" in empty["output"]
