@@ -4,7 +4,6 @@ Numbers are round, so that ties of rounding and all bounds are met exactly."""
 import pytest
 import torch
 
-points = pytest.mark.points
 FORMULAS = ("offset", "integer-zero")
 BITS = (1, 1.5, 2, 3, 4, 5, 6, 7, 8)
 AXES = "; text, head, token or group, channel or group"  # of tensors
@@ -18,7 +17,7 @@ def top(bits):
 
 # The page
 
-@points(14)
+@pytest.mark.points(14)
 def test_page(sub, rng, same):
     """the page: grid, decode"""
     for _ in range(20):
@@ -34,7 +33,7 @@ def test_page(sub, rng, same):
 
 # Task 1
 
-@points(4)
+@pytest.mark.points(4)
 def test_eight_numbers(sub, rng, same):
     """grid, encode, decode: the handout's eight numbers, and four"""
     for numbers, bits, formula in ((EIGHT, 2, "offset"), (EIGHT[:7] + [59.0], 2, "offset"),
@@ -48,7 +47,7 @@ def test_eight_numbers(sub, rng, same):
              "codes, uint8, and what they are read as, fp32", names="codes|what they are read as")
 
 
-@points(10)
+@pytest.mark.points(10)
 def test_grid(sub, rng, same):
     """grid: both formulas, and every bound"""
     ends = (0.0, 1e-6, 0.01, 1.0, 3.0, 5.5, 100.0, 4000.0, 6e4, 7e4, 3e5, 1e7, 1e9)
@@ -70,7 +69,7 @@ def test_grid(sub, rng, same):
                  "point is computed from the stored scale.", names="scale|zero|lo|hi")
 
 
-@points(10)
+@pytest.mark.points(10)
 def test_codes(sub, rng, same):
     """encode, decode: half to even, clamped to 0 and the largest code, in fp32"""
     scale, steps = torch.tensor(rng.sample(range(1, 60), 30))[:, None].half() / 100, torch.arange(15) + 0.5
@@ -91,7 +90,7 @@ def test_codes(sub, rng, same):
 
 # Task 2
 
-@points(5)
+@pytest.mark.points(5)
 def test_groups_of_eight_numbers(sub, rng, same):
     """quantize, dequantize: which numbers share a grid"""
     x, other = torch.tensor(EIGHT), rng.normal(8)
@@ -111,7 +110,7 @@ def test_groups_of_eight_numbers(sub, rng, same):
                   hint="A group of nothing but ignored tokens has the range 0 .. 0.", names="codes|scale|zero")
 
 
-@points(14)
+@pytest.mark.points(14)
 def test_groups(sub, rng, same):
     """quantize, dequantize: any shape, both axes, ignored tokens"""
     for _ in range(80):
@@ -139,7 +138,7 @@ def test_groups(sub, rng, same):
 
 # Task 3
 
-@points(5)
+@pytest.mark.points(5)
 def test_bytes_of_eight_numbers(sub, rng, same):
     """pack, unpack: the first code in the lowest bits"""
     for codes, bits in (([0, 0, 1, 1, 1, 2, 2, 3], 2), ([1, 0, 1], 1), ([5, 1, 7, 2], 3), ([2, 0, 1, 0, 0, 2], 1.5),
@@ -149,7 +148,7 @@ def test_bytes_of_eight_numbers(sub, rng, same):
              "bytes is filled up with 0", names="packed|unpacked")
 
 
-@points(14)
+@pytest.mark.points(14)
 def test_packing(sub, rng, same):
     """pack, unpack: 1 to 8 bits and three levels, any length and shape"""
     for i in range(90):
@@ -161,7 +160,7 @@ def test_packing(sub, rng, same):
 
 # Task 4
 
-@points(4)
+@pytest.mark.points(4)
 def test_stored_bits(sub, rng, same):
     """stored_bits: packed codes in rows of whole bytes, and 32 bits for each group"""
     for _ in range(60):

@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import torch
 
-points = pytest.mark.points
 AXES = "; text, place; text, head, token; text, head, token, channel"  # of tensors
 STATE = "what is read|what is held|what the codec ignored"  # the parts of `state`
 EIGHT = [0.3, 1.6, 2.2, 3.4, 4.7, 5.1, 6.6, 7.4]
@@ -40,14 +39,10 @@ class Coarse:
 
 class CoarseCodes:
     def __init__(self, numbers):
-        self.numbers = numbers  # (B, H, n, d) int8
+        self.numbers, self.nbytes = numbers, numbers.nbytes  # (B, H, n, d) int8
 
     def followed_by(self, other):
         return CoarseCodes(torch.cat([self.numbers, other.numbers], dim=2))
-
-    @property
-    def nbytes(self):
-        return self.numbers.nbytes
 
 
 def parts(rows):
@@ -78,7 +73,7 @@ class Turn:
         return x + torch.arange(seen, seen + x.shape[2])[:, None]
 
 
-@points(16)
+@pytest.mark.points(16)
 def test_page(sub, rng, same):
     """the page: Cache.update, Cache.write, Cache.read"""
     for _ in range(8):
@@ -98,7 +93,7 @@ def test_page(sub, rng, same):
 
 # Task 1
 
-@points(4)
+@pytest.mark.points(4)
 def test_append(sub, rng, same):
     """append, read: recent rows, in fp16"""
     rows = sub.Rows(Coarse())
@@ -107,7 +102,7 @@ def test_append(sub, rng, same):
                   hint=f"The rows are {dtype}.", names=STATE)
 
 
-@points(9)
+@pytest.mark.points(9)
 def test_rows_of_eight_numbers(sub, rng, same):
     """quantize, keep, read: eight tokens, step by step"""
     steps = (("quantize", 2), ("keep", [[2, 6]]), ("quantize", 3), ("keep", [[2, 7]]), ("quantize", 3))
@@ -121,7 +116,7 @@ def test_rows_of_eight_numbers(sub, rng, same):
                  names=STATE)
 
 
-@points(11)
+@pytest.mark.points(11)
 def test_rows(sub, rng, same):
     """append, quantize, keep, read: in any order, for batches and heads"""
     for _ in range(40):
@@ -150,7 +145,7 @@ def test_rows(sub, rng, same):
             same(state(rows), f"{B} sequences, {H} heads; after {', '.join(done)}", names=STATE)
 
 
-@points(6)
+@pytest.mark.points(6)
 def test_nbytes(sub, rng, same):
     """nbytes, quantize: what is held, and no more"""
     same(sub.Rows(Coarse()).nbytes, "nbytes of rows that hold nothing")
@@ -190,7 +185,7 @@ class Script:
         return self.kept
 
 
-@points(6)
+@pytest.mark.points(6)
 def test_due(sub, rng, same):
     """due: all under paper; in a stream whole blocks, and never one of the newest"""
     for _ in range(80):
@@ -204,7 +199,7 @@ def test_due(sub, rng, same):
              f"block = {block}")
 
 
-@points(5)
+@pytest.mark.points(5)
 def test_update_of_eight_numbers(sub, rng, same):
     """update: what a query reads, under both protocols"""
     for (protocol, chunk), numbers in product((("paper", 8), ("stream", 1), ("stream", 3)), eights(rng)):
@@ -216,7 +211,7 @@ def test_update_of_eight_numbers(sub, rng, same):
                  "way round.", names="attention|length|n_coded, keys|values")
 
 
-@points(14)
+@pytest.mark.points(14)
 def test_update(sub, rng, same):
     """update: both protocols, chunks, a method that keeps tokens; two layers in turns"""
     for _ in range(25):
@@ -236,7 +231,7 @@ def test_update(sub, rng, same):
 
 # Task 3
 
-@points(4)
+@pytest.mark.points(4)
 def test_pfn(sub, rng, same):
     """PFN.keep: the first N tokens of each sequence"""
     for N in (0, 1, 3, rng.randint(4, 40)):
@@ -251,7 +246,7 @@ def test_pfn(sub, rng, same):
                  f"tokens of {B} sequences: positions, sorted")
 
 
-@points(5)
+@pytest.mark.points(5)
 def test_all(sub, rng, same):
     """all of it: PFN in both protocols"""
     for protocol in ("paper", "stream", "stream"):

@@ -9,13 +9,12 @@ import torch
 
 from tinykv.model import LlamaConfig
 
-points = pytest.mark.points
 AXES = "; text, place; text, head, token; layer, text, token, channel"  # of tensors
 
 
 # The page
 
-@points(14)
+@pytest.mark.points(14)
 def test_page(sub, rng, same):
     """the page: pfn, kvsink"""
     for _ in range(6):
@@ -30,7 +29,7 @@ def test_page(sub, rng, same):
                      "heads.", names="kept|outputs")
 
 
-@points(6)
+@pytest.mark.points(6)
 def test_outlier(sub, rng, same):
     """outlier: the largest |h| of a hidden state, its ratio to the median token's largest |h|, its channel"""
     for _ in range(60):
@@ -68,7 +67,7 @@ def search(sub, same, largest, ratio, channel, hint):
     same.call(sub.find_outlier, *tensors, hint=hint, names="layer|channel")
 
 
-@points(10)
+@pytest.mark.points(10)
 def test_find_outlier_in_lists(sub, rng, same):
     """find_outlier: an outlier that stands out, one that stays, and none"""
     for i, (largest, ratio, why) in enumerate(EXAMPLES):
@@ -76,7 +75,7 @@ def test_find_outlier_in_lists(sub, rng, same):
         search(sub, same, [largest] * 2, [ratio] * 2, [[c] * len(largest)] * 2, why)
 
 
-@points(3)
+@pytest.mark.points(3)
 def test_votes(sub, rng, same):
     """find_outlier: of the windows that have an outlier more than half have to name the channel"""
     some, none = [2, 2, 9, 9, 9], [2, 2, 3, 4, 9]  # ratios
@@ -89,7 +88,7 @@ def test_votes(sub, rng, same):
                    f"column of the block where the outlier emerges: {against} of {n_some}.")
 
 
-@points(9)
+@pytest.mark.points(9)
 def test_find_outlier(sub, rng, same):
     """find_outlier: all four rules, on windows that differ"""
     for _ in range(500):
@@ -155,7 +154,7 @@ def observe(sub, rng, same, k, chunks, hint, lE=1, elsewhere=1.0):
              f"{hint}", names="positions|sizes")
 
 
-@points(7)
+@pytest.mark.points(7)
 def test_observe_top_k(sub, rng, same):
     """observe: the k tokens with the largest |H[i, c]| of each sequence, after block lE and in channel c alone"""
     eight = [[22.0, 0.3, -0.8, 0.1, -32.0, 0.5, 1.1, -0.2]]
@@ -169,7 +168,7 @@ def test_observe_top_k(sub, rng, same):
     observe(sub, rng, same, 2, [rng.sample(peaks, 3)], "sort along the tokens, the last dimension of (B, T).")
 
 
-@points(5)
+@pytest.mark.points(5)
 def test_observe_chunks(sub, rng, same):
     """observe: a text that comes in chunks has the sinks that it has as a whole"""
     chunks = [[[22.0, 0.3, -0.8, 0.1]], [[-32.0, 0.5, 1.1, -0.2]], [[3.0]], [[40.0, 25.0, 1.0]]]
@@ -181,7 +180,7 @@ def test_observe_chunks(sub, rng, same):
                 "start of the text.")
 
 
-@points(10)
+@pytest.mark.points(10)
 def test_observe(sub, rng, same):
     """observe: two texts in turns, with any k, lE and chunks"""
     for _ in range(25):
@@ -208,7 +207,7 @@ def test_observe(sub, rng, same):
              "text lives on the cache.")
 
 
-@points(7)
+@pytest.mark.points(7)
 def test_keep_keys(sub, rng, same):
     """keep_keys: layers after lE keep the sinks, layers up to lE nothing; without lE the first k tokens are kept"""
     for lE in (0, 1, 2, None):
@@ -225,7 +224,7 @@ def test_keep_keys(sub, rng, same):
         same(cache.shared.sinks)
 
 
-@points(9)
+@pytest.mark.points(9)
 def test_all(sub, rng, same):
     """all of it: calibrated on windows with an outlier, then a stream"""
     for lE, c, size in ((rng.randint(0, 1), rng.randrange(6), rng.choice((-600, 90))), (None, None, 1)):

@@ -8,7 +8,6 @@ import torch
 
 from tinykv.model import LlamaConfig
 
-points = pytest.mark.points
 AXES = "; text, head, token; text, head, token or group, channel or group"  # of tensors
 D = 8  # channels of a head
 CONFIG = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=4, num_attention_heads=2,
@@ -17,7 +16,7 @@ CONFIG = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=8, num_hidd
 
 # The page
 
-@points(14)
+@pytest.mark.points(14)
 def test_page(sub, rng, same):
     """the page: grid_of, ott"""
     for _ in range(8):
@@ -43,7 +42,7 @@ def test_page(sub, rng, same):
 
 # Task 1
 
-@points(4)
+@pytest.mark.points(4)
 def test_kivi_codecs(sub, rng, same):
     """kivi_codecs: a key's grid spans G tokens of one channel, a value's G channels of one token"""
     for _ in range(12):
@@ -56,7 +55,7 @@ def test_kivi_codecs(sub, rng, same):
                  f"{what} reads {2 * G} tokens as. A group of values is never longer than a head.")
 
 
-@points(8)
+@pytest.mark.points(8)
 def test_due(sub, rng, same):
     """due: whole blocks, none twice, and never one of the newest R"""
     same.call(sub.due, 6, 0, 2, 4, hint="This is the handout's example.")
@@ -66,7 +65,7 @@ def test_due(sub, rng, same):
         same.call(sub.due, n_coded + rng.randint(0, 20), n_coded, R, G)
 
 
-@points(7)
+@pytest.mark.points(7)
 def test_kivi_bits(sub, rng, same):
     """kivi_bits: codes, two numbers of 16 bits a group, and the tokens that wait"""
     for _ in range(60):
@@ -81,7 +80,7 @@ def method_of(sub, pool, extra, skip_layers=2):
     return sub.OTT(CONFIG, group_size=4, recent=0, outlier_num=pool, extra_pool=extra, skip_layers=skip_layers)
 
 
-@points(6)
+@pytest.mark.points(6)
 def test_size(sub, rng, same):
     """size: the sum of magnitudes, added up in fp32"""
     method = method_of(sub, 2, 4)
@@ -139,7 +138,7 @@ def blocks_of(method, keys, blocks, same, hint, newer=2):
         yield
 
 
-@points(6)
+@pytest.mark.points(6)
 def test_first_pool(sub, rng, same):
     """keep_keys: the first pool, of each sequence and head"""
     for _ in range(15):
@@ -148,7 +147,7 @@ def test_first_pool(sub, rng, same):
                        "Each sequence and KV head has its own pool."))
 
 
-@points(8)
+@pytest.mark.points(8)
 def test_pool_of_eight_numbers(sub, rng, same):
     """keep_keys: the pool of the handout's example, and its second election"""
     for scores in ([9, 70, 5, 80, 3, 65, 4, 90], rng.sample(range(3, 99), 8)):
@@ -158,7 +157,7 @@ def test_pool_of_eight_numbers(sub, rng, same):
                            "many are admitted as that has room for."))
 
 
-@points(14)
+@pytest.mark.points(14)
 def test_elections(sub, rng, same):
     """keep_keys: elections, evictions, a full extra pool"""
     for _ in range(60):
@@ -172,7 +171,7 @@ def test_elections(sub, rng, same):
                        "A token of the extra pool never leaves it, and competes no more."))
 
 
-@points(6)
+@pytest.mark.points(6)
 def test_ties(sub, rng, same):
     """keep_keys: of equal scores the earlier token wins"""
     for _ in range(30):
@@ -181,7 +180,7 @@ def test_ties(sub, rng, same):
                        "Of equal scores the earlier token wins."))
 
 
-@points(3)
+@pytest.mark.points(3)
 def test_layers_without_a_pool(sub, rng, same):
     """keep_keys: nothing in the first layers, and with no places"""
     for p, skip_layers in ((0, 2), (2, 2), (2, 0), (2, 1), (2, 3)):
@@ -194,7 +193,7 @@ def test_layers_without_a_pool(sub, rng, same):
                  names="text, head, pool|extra pool, place")
 
 
-@points(4)
+@pytest.mark.points(4)
 def test_two_texts(sub, rng, same):
     """keep_keys: one method serves two texts in turns"""
     method, held = method_of(sub, 2, 3), set()

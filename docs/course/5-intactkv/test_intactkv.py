@@ -4,7 +4,6 @@ import torch
 
 from tinykv.model import Llama, LlamaConfig
 
-points = pytest.mark.points
 AXES = "; row, column; text or layer, head, token, channel"  # of tensors
 
 
@@ -42,7 +41,7 @@ class Turn:
         return x * (positions + 1 if torch.is_tensor(positions) else positions + 1 + torch.arange(x.shape[2]))[:, None]
 
 
-@points(16)
+@pytest.mark.points(16)
 def test_page(sub, rng, same):
     """the page: rounded, Cache.update, prefix_of, loss_of"""
     for size, middle in ((8, 0), (88, -3), (128, 3), (192, 0), (258, 0)):
@@ -65,7 +64,7 @@ def test_page(sub, rng, same):
 
 # Task 1
 
-@points(8)
+@pytest.mark.points(8)
 def test_exact_rows(sub, rng, same):
     """exact_rows: keys before RoPE and values of one text from its start, rounded to fp16"""
     for n in (1, 2, 4):
@@ -76,7 +75,7 @@ def test_exact_rows(sub, rng, same):
              "whether they require a gradient, and are numbers that fp16 has", names="keys|values")
 
 
-@points(4)
+@pytest.mark.points(4)
 def test_without_prefix(sub, rng, same):
     """without_prefix: the texts behind it; ValueError where there is none, or nothing is behind it"""
     def without_prefix(tokens, ids):
@@ -92,14 +91,14 @@ def test_without_prefix(sub, rng, same):
         same.call(without_prefix, torch.tensor(tokens), ids)
 
 
-@points(2)
+@pytest.mark.points(2)
 def test_text_positions(sub, rng, same):
     """text_positions: a text goes on where its prefix ends"""
     for n in range(10):
         same.call(sub.text_positions, n, rng.randint(1, 9))
 
 
-@points(3)
+@pytest.mark.points(3)
 def test_begin_with(sub, rng, same):
     """begin_with: the prefix first, keys rotated to their own positions, values not at all"""
     for _ in range(15):
@@ -112,7 +111,7 @@ def test_begin_with(sub, rng, same):
 
 # Task 2
 
-@points(5)
+@pytest.mark.points(5)
 def test_scaled_values(sub, rng, same):
     """scaled_values: each layer's, head's and channel's own factor"""
     for _ in range(15):
@@ -122,7 +121,7 @@ def test_scaled_values(sub, rng, same):
 
 # Task 3
 
-@points(6)
+@pytest.mark.points(6)
 def test_loss_of_eight_numbers(sub, rng, same):
     """block_loss: the handout's example"""
     targets = torch.tensor([[9.0, 1, 2, 3], [9, 0, 1, 1]])[..., None]
@@ -134,7 +133,7 @@ def test_loss_of_eight_numbers(sub, rng, same):
                   "text's own mean.")
 
 
-@points(11)
+@pytest.mark.points(11)
 def test_block_loss(sub, rng, same):
     """block_loss: blocks, texts, channels, tokens that count"""
     for _ in range(30):
@@ -149,7 +148,7 @@ def test_block_loss(sub, rng, same):
 
 # Task 4
 
-@points(3)
+@pytest.mark.points(3)
 def test_clipped(sub, rng, same):
     """clipped: one factor for all, and none where the norm is small enough"""
     for largest in (1.0, 4.9, 5.0, 5.1, 50.0):
@@ -159,7 +158,7 @@ def test_clipped(sub, rng, same):
         same.call(sub.clipped, gradients, rng.choice((0.1, 1.0, 3.0)) * unit, hint="No norm is too small to clip.")
 
 
-@points(6)
+@pytest.mark.points(6)
 def test_adam_step(sub, rng, same):
     """adam_step: several steps, with the correction for the first ones"""
     for _ in range(8):
@@ -174,7 +173,7 @@ def test_adam_step(sub, rng, same):
                                  names="step|x|state, m|v|t")
 
 
-@points(10)
+@pytest.mark.points(10)
 def test_train(sub, rng, same):
     """train: the prefix of the quantized model alone; no weight changes"""
     for updates, clip in ((0, 1.0), (1, 100.0), (3, 100.0), (3, 1e-7)):  # Adam hardly feels a larger clip
@@ -194,7 +193,7 @@ def test_train(sub, rng, same):
 
 # Task 5
 
-@points(6)
+@pytest.mark.points(6)
 def test_costs(sub, rng, same):
     """prefix_bytes, bits_of_a_number: what a prefix costs"""
     for _ in range(30):

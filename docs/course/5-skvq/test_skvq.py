@@ -2,7 +2,6 @@
 import pytest
 import torch
 
-points = pytest.mark.points
 AXES = "; token, channel or group; text, token, channel or group; text, head, token, channel"  # of tensors
 EIGHT = [0.0, 9.0, 0.3, 11.0, 0.6, 10.0, 0.9, 12.0]
 CENTRES = (torch.int64, torch.float32)  # as it comes from `CHOICES`, or from a table
@@ -21,7 +20,7 @@ def renamed(group):
 
 # The page
 
-@points(14)
+@pytest.mark.points(14)
 def test_page(sub, rng, same):
     """the page: grid, Cache.write"""
     for case in range(6):
@@ -47,7 +46,7 @@ def test_page(sub, rng, same):
 
 # Task 1
 
-@points(7)
+@pytest.mark.points(7)
 def test_channel_ranges(sub, rng, same):
     """channel_ranges: the smallest and the largest number of each channel, without kept tokens"""
     for _ in range(40):
@@ -60,7 +59,7 @@ def test_channel_ranges(sub, rng, same):
         same.call(sub.channel_ranges, x, kept, names="lo|hi")
 
 
-@points(7)
+@pytest.mark.points(7)
 def test_make_groups(sub, rng, same):
     """make_groups: channels with similar (lo, hi) are a group"""
     for _ in range(40):
@@ -74,7 +73,7 @@ def test_make_groups(sub, rng, same):
 
 # Task 2
 
-@points(13)
+@pytest.mark.points(13)
 def test_grid(sub, rng, same):
     """grid: the step and the zero point of a range that is clipped towards 0, or towards its middle; bounds"""
     for lo, hi, alpha, centre in ((9, 12, 1.0, 0), (9, 12, 0.75, 0), (9, 12, 0.75, 1), (2, 2, 1.0, 0),
@@ -96,7 +95,7 @@ def test_grid(sub, rng, same):
 
 # Task 3
 
-@points(7)
+@pytest.mark.points(7)
 def test_codes_of_eight_numbers(sub, rng, same):
     """encode, decode: the handout's eight numbers"""
     x = torch.tensor([EIGHT])
@@ -111,7 +110,7 @@ def test_codes_of_eight_numbers(sub, rng, same):
              f"{alpha}, centre = {centre}. Codes come from the stored h and z.", names="encode|decode, codes|h|z")
 
 
-@points(20)
+@pytest.mark.points(20)
 def test_codes(sub, rng, same):
     """encode, decode: any groups, bits and clips"""
     for _ in range(80):
@@ -130,7 +129,7 @@ def test_codes(sub, rng, same):
 
 # Task 4
 
-@points(7)
+@pytest.mark.points(7)
 def test_clip_losses(sub, rng, same):
     """clip_losses: what each choice costs each group"""
     for _ in range(25):
@@ -142,7 +141,7 @@ def test_clip_losses(sub, rng, same):
         same.call(sub.clip_losses, x, group, bits, choices, weight, hint="Sums of w (X-X')^2.", names="; choice, group")
 
 
-@points(5)
+@pytest.mark.points(5)
 def test_all(sub, rng, same):
     """all of it: a codec that is calibrated, and reads other keys"""
     for _ in range(3):

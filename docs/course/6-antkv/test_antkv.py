@@ -9,7 +9,6 @@ import torch
 from tinykv.cache import KVCache, made_with
 from tinykv.model import Llama, LlamaConfig
 
-points = pytest.mark.points
 AXES = "; centre, number; text, head, token; text, head, token, channel"  # of tensors
 CONFIG = LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, head_dim=4, max_position_embeddings=64)
@@ -19,7 +18,7 @@ WEIGHTS = torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 5])
 
 # The page
 
-@points(16)
+@pytest.mark.points(16)
 def test_page(sub, rng, same):
     """the page: vectors, decode, antkv"""
     for i in range(12):
@@ -40,7 +39,7 @@ def test_page(sub, rng, same):
 
 # Task 1
 
-@points(5)
+@pytest.mark.points(5)
 def test_nearest(sub, rng, same):
     """nearest: of equally near centres the first"""
     for _ in range(80):
@@ -49,7 +48,7 @@ def test_nearest(sub, rng, same):
         same.call(sub.nearest, x, centres)
 
 
-@points(6)
+@pytest.mark.points(6)
 def test_plus_plus(sub, rng, same):
     """plus_plus: draws by weight, and by weight times squared distance"""
     same.call(sub.plus_plus, EIGHT, WEIGHTS, [0.5, 0.1], hint="This is the handout's example.")
@@ -61,7 +60,7 @@ def test_plus_plus(sub, rng, same):
                   "at which the sum of the odds is larger than u times the sum of all; the last where all odds are 0.")
 
 
-@points(8)
+@pytest.mark.points(8)
 def test_lloyd(sub, rng, same):
     """lloyd: weighted means, and centres without points"""
     for start in ([0.0, 3], [0.0, 20], [20.0, 20, 20]):
@@ -78,7 +77,7 @@ def test_lloyd(sub, rng, same):
                   "furthest from its own, as distances were before the step.")
 
 
-@points(4)
+@pytest.mark.points(4)
 def test_kmeans(sub, rng, same):
     """kmeans: until no centre moves, `steps` times at most"""
     same.call(sub.kmeans, EIGHT, WEIGHTS, torch.tensor([[0.0], [3]]), hint="This is the handout's example.")
@@ -93,7 +92,7 @@ def test_kmeans(sub, rng, same):
 
 # Task 2
 
-@points(10)
+@pytest.mark.points(10)
 def test_token_weights(sub, rng, same):
     """token_weights: the norm of each row, the largest thousandth clamped; 1 everywhere without a gradient"""
     for shape in [(1, 6, 2), (2, 3, 4), (1, 1, 3), (3, 40, 2), (2, 900, 2), (1, 1500, 3), (3, 1100, 1)] * 2:
@@ -106,7 +105,7 @@ def test_token_weights(sub, rng, same):
     same.call(sub.token_weights, torch.zeros(2, 3, 4))
 
 
-@points(8)
+@pytest.mark.points(8)
 def test_codes(sub, rng, same):
     """encode, decode: a codebook for each place"""
     x, centroids = rng.of(range(400), 1, 1, 5, 1).float(), torch.arange(400.0)[None, :, None]
@@ -119,7 +118,7 @@ def test_codes(sub, rng, same):
         same.call(sub.decode, rng.of(range(m), B, T, places), centroids, H)
 
 
-@points(3)
+@pytest.mark.points(3)
 def test_codec(sub, rng, same):
     """tasks 1 and 2, called by the codec"""
     codec = sub.Codebook(2, 8, heads=2)
@@ -131,7 +130,7 @@ def test_codec(sub, rng, same):
 
 # Task 3
 
-@points(14)
+@pytest.mark.points(14)
 def test_anchor_scores(sub, rng, same):
     """anchor_scores: both scores of Eq. 5"""
     for k in ([-20.0, -15.0], [rng.uniform(-30, -20), rng.uniform(-19, -10)]):
@@ -145,7 +144,7 @@ def test_anchor_scores(sub, rng, same):
         same.call(sub.anchor_scores, q, k, hint="The queries are those of the newest tokens.", names="keys|values")
 
 
-@points(3)
+@pytest.mark.points(3)
 def test_keep(sub, rng, same):
     """keep_keys, keep_values: 1% of the text, rounded up, of each"""
     for percent in (0, 1, 2, 5, 7):
@@ -160,7 +159,7 @@ def test_keep(sub, rng, same):
                      f"tokens, {n} about to be quantized: the positions, sorted", names="text, head, place")
 
 
-@points(3)
+@pytest.mark.points(3)
 @torch.no_grad()
 def test_all(sub, rng, same):
     """task 3 on whole windows"""

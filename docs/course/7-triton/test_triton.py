@@ -13,7 +13,6 @@ from docs.course.compiles import ASKED, BELOW
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
 pytest.importorskip("triton", reason="Triton runs on Linux; on Windows use WSL, or a notebook of Colab")
-points = pytest.mark.points
 
 
 def guarded(x, fill, n=512):
@@ -93,14 +92,14 @@ def attention(sub, rng, same, R, D, bits, groups, hint):
          "are read elsewhere")
 
 
-@points(12)
+@pytest.mark.points(12)
 def test_page(sub, rng, same):
     """the page: decode, attend_kernel"""
     for R, D, bits, groups in ((1, 16, 2, 3), (3, 16, 4, 4), (4, 32, 2, 1), (4, 128, 2, 1)):  # compiled, too
         attention(sub, rng, same, R, D, bits, groups, "decode: of 2 bits a byte has c, c + W, c + 2W, c + 3W.")
 
 
-@points(4)
+@pytest.mark.points(4)
 def test_page_compiles(sub, rng, same):
     """the page: right for one head a group, and attend_kernel compiles for a GPU"""
     attention(sub, rng, same, 1, 16, 2, 1, "")
@@ -133,7 +132,7 @@ def topk(sub, same, rows, K, N, hint, stride=1, dtype=torch.float32):
 EIGHT = [2.0, -9, 4, 4, 0, 1, -7, 3]
 
 
-@points(10)
+@pytest.mark.points(10)
 def test_topk_of_eight_numbers(sub, rng, same):
     """topk_kernel: magnitudes, pieces, ties, the end of the text"""
     topk(sub, same, [EIGHT], 2, 4, "Positions are counted from the start of the sequence.")
@@ -147,14 +146,14 @@ def test_topk_of_eight_numbers(sub, rng, same):
     topk(sub, same, [rng.sample(range(-900, 900), 300)], 2, 128, "A long text.")
 
 
-@points(5)
+@pytest.mark.points(5)
 def test_topk_compiles(sub, rng, same):
     """topk_kernel: right for one sequence, and it compiles for a GPU"""
     topk(sub, same, [rng.sample(range(-90, 90), 8)], 2, 4, "")
     same(ASKED + "topk_kernel")
 
 
-@points(10)
+@pytest.mark.points(10)
 def test_topk(sub, rng, same):
     """topk_kernel: any lengths, strides and dtypes"""
     for _ in range(14):
@@ -168,7 +167,7 @@ def test_topk(sub, rng, same):
 
 # Task 2
 
-@points(4)
+@pytest.mark.points(4)
 def test_unpack_compiles(sub, rng, same):
     """unpack_kernel: right for eight codes, and it compiles for a GPU"""
     packed, codes = rng.of(range(256), 2, 1).to(torch.uint8), torch.zeros(2, 4, dtype=torch.uint8)
@@ -177,7 +176,7 @@ def test_unpack_compiles(sub, rng, same):
     same(ASKED + "unpack_kernel")
 
 
-@points(6)
+@pytest.mark.points(6)
 def test_unpack(sub, rng, same):
     """unpack_kernel: four codes of a byte, the first in the lowest bits; nothing behind the last token"""
     for T, W, N in ((2, 1, 2), (1, 2, 4), (5, 2, 2), (7, 4, 4), (9, 1, 8), (3, 8, 2), (8, 2, 4), (20, 8, 16),
@@ -193,7 +192,7 @@ def test_unpack(sub, rng, same):
 
 # Task 3
 
-@points(7)
+@pytest.mark.points(7)
 def test_fold(sub, rng, same):
     """fold: q.(c * scale + zero) = folded.c + offset"""
     q, scale, zero = torch.tensor([[1.0, 2, -1, 2]]), torch.tensor([1.0, 2, 1, 0.5]), torch.tensor([-1.0, 0, 0, 2])
@@ -213,28 +212,28 @@ def one_head(sub, rng, same):
              f"{packed.tolist()}, scales 1, zero points -1")
 
 
-@points(4)
+@pytest.mark.points(4)
 def test_scores_compiles(sub, rng, same):
     """scores_kernel: right for one head of keys, and it compiles for a GPU"""
     one_head(sub, rng, same)
     same(ASKED + "scores_kernel")
 
 
-@points(4)
+@pytest.mark.points(4)
 def test_scores_below_8(sub, rng, same):
     """scores_kernel: right for one head of keys, and below 8 instructions a number"""
     one_head(sub, rng, same)
     same(ASKED + "scores_kernel" + BELOW + "8")
 
 
-@points(4)
+@pytest.mark.points(4)
 def test_scores_below_6(sub, rng, same):
     """scores_kernel: right for one head of keys, and below 6 instructions a number"""
     one_head(sub, rng, same)
     same(ASKED + "scores_kernel" + BELOW + "6")
 
 
-@points(10)
+@pytest.mark.points(10)
 def test_scores(sub, rng, same):
     """scores_kernel: fold, planes, groups, heads, the end of the text"""
     for T, W, N, heads, R in ((2, 1, 2, 1, 1), (8, 2, 4, 1, 2), (5, 4, 4, 2, 1), (7, 1, 4, 2, 2), (9, 3, 8, 2, 3),

@@ -19,8 +19,7 @@ PAGE = {
     "slots_of_a_place": (").permute(1, 3, 0, 2, 4)", ").permute(3, 1, 0, 2, 4)"),
     "tokens_first": (").permute(1, 3, 0, 2, 4)", ").permute(1, 3, 2, 0, 4)"),
     "one_codebook": ("return codebook[slot, code", "return codebook[0, code"),
-    "high_bits_first": (
-        "code = codes[..., None] >> torch.arange(0, 8, n)", "code = codes[..., None] >> torch.arange(8 - n, -1, -n)"),
+    "high_bits_first": (">> torch.arange(0, 8, n)", ">> torch.arange(8 - n, -1, -n)"),
     "no_norm": (" * q.norm(dim=-1, keepdim=True)", ""),
     "not_the_derivative": ("A * (1 - A)", "A"),
     "heads_in_another_order": (".unflatten(2, (-1, heads_per_kv)).sum(3)", ".unflatten(2, (heads_per_kv, -1)).sum(2)"),

@@ -24,16 +24,12 @@ WRONG = {
 PAGE = {
     "quantizes_before_it_reads": (
         "        # NEW: attention reads before anything is quantized\n",
-        "        if self.recent[layer, \"k\"].shape[2] == self.n_recent + self.block:\n"
-        "            self.write(layer, \"k\")\n            self.write(layer, \"v\")\n"),
+        "        if self.recent[layer, 'k'].shape[2] == self.n_recent + self.block:\n"
+        "            [self.write(layer, kind) for kind in 'kv']\n"),
     "keys_before_rope": ("self.rope.rotate(k.half(), seen))", "k.half())"),
     "positions_from_the_chunk": ("self.rope.rotate(k.half(), seen))", "self.rope.rotate(k.half()))"),
     "no_window": ("== self.n_recent + self.block:", "== self.block:"),
-    "keys_alone": (
-        "            self.write(layer, \"k\")\n            self.write(layer, \"v\")",
-        "            self.write(layer, \"k\")"),
-    "the_newest": (
-        "old, recent = self.recent[layer, kind].tensor_split([self.block], dim=2)",
-        "recent, old = self.recent[layer, kind].tensor_split([-self.block], dim=2)"),
+    "keys_alone": ("\n            self.write(layer, \"v\")", ""),
+    "the_newest": (".tensor_split([self.block], dim=2)", ".tensor_split([-self.block], dim=2)[::-1]"),
     "length_of_the_chunk": ("self.length = K.shape[2]", "self.length = k.shape[2]"),
 }

@@ -18,7 +18,5 @@ PAGE = {
     "first_of_each_block": (
         "self.kept.setdefault((layer, kind), old[:, :self.n_kept])", "self.kept[layer, kind] = old[:, :self.n_kept]"),
     "one_more_kept": ("(layer, kind), old[:, :self.n_kept])", "(layer, kind), old[:, :self.n_kept + 1])"),
-    "the_last_block_alone": (
-        "self.blocks[layer, kind].append((encode",
-        "self.blocks[layer, kind][:] = [0]; self.blocks[layer, kind].append((encode"),
+    "the_last_block_alone": (".append((encode", ".clear() or self.blocks[layer, kind].append((encode"),
 }
