@@ -54,9 +54,8 @@ def main():
         if args.submission.is_dir():
             files = submissions(args.submission, args.assignment)
             students = [student_of(file, args.submission) for file in files]
-            for name in args.students or ():
-                if name not in students:
-                    raise UserError(f"{args.submission} has no files of {name}")
+            if missing := {*(args.students or students)}.difference(students):
+                raise UserError(f"{args.submission} has no files of {', '.join(sorted(missing))}")
             chosen = [file for file, name in zip(files, students) if name in (args.students or students)]
             print_table(grade_all(chosen, args), args.submission)
         else:

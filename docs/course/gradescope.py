@@ -72,9 +72,8 @@ def graded(name, seed, home, unconfined):
     with suppress(UserError):  # there is no such file
         files = grade.submissions(args.submission, name)
     reports, tests = grade.grade_all(files, args), []
-    told = [f"{Path(report['file']).name}: {report['fault']}" for report in reports if report["fault"]]
-    if not files:
-        told = [f'no Python file that says ASSIGNMENT = "{name}" was handed in']
+    none = f'no Python file that says ASSIGNMENT = "{name}" was handed in'
+    told = [report["fault"] for report in reports if report["fault"]] if files else [none]
     for part in (name + PAGE, name) if name in PAGES else (name,):
         found = [report for report in reports if report["assignment"] == part]
         if found:

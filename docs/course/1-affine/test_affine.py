@@ -102,8 +102,7 @@ def test_groups_of_eight_numbers(sub, rng, same):
         same([codes, sub.dequantize(*codes, axis, group)], f"quantize and dequantize x = {shaped.tolist()} in 2 bits, "
              f"axis {axis}, groups of {group}. A short last group has its own range.",
              names="quantize|dequantize, codes|scale|zero")
-    ignore = torch.zeros(1, 1, 8, dtype=torch.bool)
-    ignore[..., [0, 4, 5, 6, 7]] = True
+    ignore = torch.tensor([[[True, False, False, False, True, True, True, True]]])
     for formula in FORMULAS:
         same.call(sub.quantize, x.view(1, 1, 8, 1), 2, "channel", 4, formula, ignore,
                   then=lambda found: [found[0][:, :, 1:4], found[1].clamp(min=1e-5), found[2]],
