@@ -35,7 +35,7 @@ WRONG = {
     "SignLost": (None, "codes_are_what_is_claimed", None, "a codec of 4 bits loses .* rounding with one bit less"),
     "Unstored": (None, "codes_are_what_is_claimed", None, "is the scale that codes are made by the one that is stored"),
     "Observes": (None, "sixteen_bits_are_fp16", "token-dynamic", "the logits are off fp16's"),
-    "Scores": (None, "attention_sees_the_cache", "token-dynamic", "other keys for the new tokens than in full precision"),
+    "Scores": (None, "attention_sees_the_cache", "token-dynamic", "other keys for the new tokens"),
     "Clears": (None, "cache_holds_the_expected_rows", "token-dynamic", "is quantized and reads as 0, 0"),
     "Doubles": (None, "codes_are_what_is_claimed", None, "`encode` writes into the tensor"),
     "KeptTokensCount": (None, "placeholders_do_not_matter", "channel-dynamic", "leave the tokens of `ignore` out"),
