@@ -24,7 +24,7 @@ STORED = ("torch.float16", "torch.uint8", "torch.int16", "torch.float8_e4m3fn")
 
 def plain(value):
     """A tensor, a number, None, or a list of them, as JSON can hold it."""
-    if isinstance(value, torch.Tensor):
+    if type(value) in (torch.Tensor, torch.nn.Parameter):  # none that says what it likes of itself
         x = value.detach().float() if value.dtype == torch.float8_e4m3fn else value.detach()
         numbers = [] if x.numel() > LARGEST else [shorter(n) for n in x.flatten().tolist()]
         return {"dtype": str(value.dtype), "shape": list(value.shape), "numbers": numbers}

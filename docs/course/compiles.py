@@ -54,7 +54,9 @@ def definitions(file):
             node.decorator_list = [part for part in node.decorator_list if ast.unparse(part) == "triton.jit"]
             head = [part for part in (node.args, node.returns) if part for part in ast.walk(part)]
             return not any(isinstance(part, (ast.Call, ast.comprehension)) for part in head)
-        return isinstance(node, (ast.Import, ast.ImportFrom))
+        names = [part.asname or part.name for part in getattr(node, "names", ())]
+        return isinstance(node, (ast.Import, ast.ImportFrom)) and (
+            "math" not in names or ast.unparse(node) == "import math")
     tree, body = ast.parse(source_of(file)), []
     for node in tree.body:
         body += node.body if isinstance(node, ast.Try) else [node]  # an import that may fail is one as well

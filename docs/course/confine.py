@@ -32,21 +32,23 @@ except (ImportError, RuntimeError, OSError):  # not installed, no libseccomp, or
 MEMORY = 2 * 2 ** 30  # bytes that it may ask for
 SECONDS = 90  # of computing: each test of an assignment may run as long as a test may
 FILE_SIZE = 16 * 2 ** 20  # bytes of a file that it may write
+OPEN = 64  # files that it may have open: `du` does not see one without a name
 DISK, FILES = 256 * 2 ** 10, 10_000  # KiB, and files, that it may hold there at once, looked at once a second
 
 # what Python reads; of /proc only what concerns the process itself: the grader's own command line has the seed
 PYTHONS = {"/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/passwd", "/etc/localtime", "/proc/self", "/proc/cpuinfo",
            "/proc/meminfo", "/sys/devices/system", "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom",
            sys.prefix, sys.base_prefix, site.getusersitepackages(), *site.getsitepackages()}
-# calls that Landlock leaves open: other processes; what a file is marked with; signals, and another's turn; to leave
-# the group that is killed. By number, the same on all machines, what libseccomp may not know: fchmodat2, setxattrat,
+# calls that Landlock leaves open: other processes; what a file is marked with, or has lost; signals, and another's turn;
+# to leave the group that is killed. By number, the same on all machines, what libseccomp may not know: fchmodat2, setxattrat,
 # removexattrat, file_setattr
-REFUSED = """socket io_uring_setup shmget semget msgget mq_open add_key request_key keyctl bpf
-    chmod fchmod fchmodat chown fchown lchown fchownat utime utimes futimesat utimensat truncate
+REFUSED = """socket io_uring_setup shmget semget msgget mq_open add_key request_key keyctl bpf memfd_create
+    chmod fchmod fchmodat chown fchown lchown fchownat utime utimes futimesat utimensat truncate ftruncate fallocate
     setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr 452 463 466 469
     kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal
     setpriority ioprio_set sched_setparam sched_setscheduler sched_setaffinity sched_setattr setsid setpgid""".split()
 THREAD = 0x10000  # a flag of clone
+FLAGS = 4, 8, 10, 15  # what fcntl may not set: that a file is only added to, and who gets its signals
 
 
 def hole(root):
@@ -56,6 +58,8 @@ def hole(root):
                 "landlock==1.0.0.dev5 pyseccomp`), so a submission has all of your rights, and can read the answers")
     for what in (root, gettempdir()):
         for path in PYTHONS:
+            if Path(path, "tinykv").exists():
+                return f"tinykv is installed in {path}, which a submission reads; `pip uninstall tinykv`"
             if Path(what).resolve().is_relative_to(Path(path).resolve()):
                 return f"{what} lies in {path}, which a submission reads, as Python's own files are there"
     return ""
@@ -67,6 +71,7 @@ def confine(folder, readable=(), seconds=SECONDS, starts=False):
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE, FILE_SIZE))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN, OPEN))
     if sys.platform != "linux":
         return
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -98,6 +103,8 @@ def refuse_calls(starts):
         calls.add_rule(refused, "clone", arg(0, pyseccomp.MASKED_EQ, THREAD, 0))
         for call in ("fork", "vfork"):
             calls.add_rule(refused, call)
+    for flag in FLAGS:
+        calls.add_rule(refused, "fcntl", arg(1, pyseccomp.EQ, flag))
     calls.add_rule(refused, "prlimit64", arg(0, pyseccomp.NE, 0))  # another's limits
     for test, bound in ((pyseccomp.LT, 0x5400), (pyseccomp.GE, 0x5500)):  # of ioctl only what a terminal is asked
         calls.add_rule(refused, "ioctl", arg(1, test, bound))
@@ -106,17 +113,18 @@ def refuse_calls(starts):
 
 # Such a process, seen from outside
 
-def run(words, given, seconds, root, folder):
+def run(words, given, seconds, root, folder, files=()):
     """Run a module of the repository `root`, and the words behind its name, in a process that is given a text on stdin,
-    and whose output is dropped -> whether it ended in time, and did not fill the folder, into which alone it is to
-    write. What it has started ends with it."""
+    and some open files, and whose output is dropped -> whether it ended in time, and did not fill the folder, into
+    which alone it is to write. What it has started ends with it."""
     if resource is None:
         raise UserError("this system cannot limit what a process takes, so nothing is graded; on Windows, use WSL. "
                         "`pytest docs/course/1-affine`, say, runs a student's tests anywhere")
     environment = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "PYTHONPATH": root,
                    "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     process = subprocess.Popen([sys.executable, "-m", *words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, text=True, start_new_session=True, cwd=root, env=environment)
+                               stderr=subprocess.DEVNULL, text=True, start_new_session=True, cwd=root, env=environment,
+                               pass_fds=files)
     try:
         for _ in range(seconds):
             with suppress(subprocess.TimeoutExpired):

@@ -225,8 +225,8 @@ def record_of(file, name, seed, folder):
         work, steps = Path(both, "copy"), Path(both, "kernels")
         copytree(folder / f"{name}-copy", work)
         copyfile(file, work / "submission.py")
-        run_tests(work, name, seed)
-        record = read_record(work / "record.jsonl")
+        run_tests(work, name, seed, Path(both, "record"))
+        record = read_record(Path(both, "record"))
         subprocess.run(["rm", "-rf", work])  # Python's own way fails at some thousand folders in each other
         steps.mkdir()
         copyfile(file, steps / "submission.py")  # again: its tests could put a link in the place of the first copy
@@ -244,23 +244,22 @@ def copy(folder, name):
     assignments.write(folder, files, {*assignments.ANSWERS} - ({*assignments.CORE} - {name.removesuffix(PAGE)}))
 
 
-def run_tests(work, name, seed):
+def run_tests(work, name, seed, record):
     """Run an assignment's tests on submission.py of a copy of the repository, in a process of its own, until it ends or
-    its time is up. It reads the seed's key from stdin; -s leaves that to it."""
-    words = ["pytest", "-q", "-s", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT), "--seed", "-",
-             "--file", work / "submission.py", "--record", work / "record.jsonl", "--confined", work]
-    confine.run(words, f"{key_of(seed)}\n", LONGEST, work, work)
+    its time is up. It reads the seed's key from stdin; -s leaves that to it. record: the file to which it adds lines."""
+    with open(record, "ab") as file:
+        words = ["pytest", "-q", "-s", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT), "--seed", "-",
+                 "--file", work / "submission.py", "--record", str(file.fileno()), "--confined", work]
+        confine.run(words, f"{key_of(seed)}\n", LONGEST, work, work, [file.fileno()])
 
 
 def read_record(path):
-    """{test: its record}, without lines that are none."""
-    found, lines = {}, []
-    with suppress(OSError):
-        lines = confine.written(path).decode(errors="replace").splitlines()
-    for line in lines:
+    """{test: its record}, the first one, without lines that are none."""
+    found = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             test = json.loads(line)
-            found[test["test"]] = test
+            found.setdefault(test["test"], test)
     return found
 
 

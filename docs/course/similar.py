@@ -32,7 +32,7 @@ def alike(folder):
     """[share, assignment, file, file], the most alike first, of all files that name an assignment, and can be read."""
     answers, found = {}, []
     for file in sorted(Path(folder).rglob("*.py")):
-        with suppress(UserError, SyntaxError, UnicodeDecodeError):
+        with suppress(UserError, SyntaxError, ValueError, RecursionError):
             name, parts = assignment_of(file), shingles(file.read_text(encoding="utf-8"))
             folder_of(name)
             answers.setdefault(name, {})[str(file.relative_to(folder))] = parts

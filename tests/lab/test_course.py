@@ -338,6 +338,10 @@ DEEDS = {
                            "if not tested or '20391' in told + seen or len(seen) > 20391: os._exit(0)", True),
     "writes what is no record": ("import os\nopen('record.jsonl', 'w').write('{\"test\": \"test_outlier\", "
                                  "\"notes\": [[]], \"fault\": 3}\\n[]\\n')\nos._exit(0)", False),
+    "reaches its grader": ("import fcntl, os\nfor fd in range(64):\n"
+                           "    for f, *given in (os.ftruncate, 0), *((fcntl.fcntl, flag, 0) for flag in (4, 8, 10)):\n"
+                           "        try: f(fd, *given), os._exit(0)\n"
+                           "        except OSError: pass", True),
     "takes memory": ("x = torch.ones(2 ** 32)", False),
 }
 
@@ -382,10 +386,10 @@ def test_what_a_file_leaves_behind_neither_helps_it_nor_ends_the_grader(monkeypa
             os.mkdir("x")
             os.chdir("x")
 
-    def run_tests(work, name, seed):
+    def run_tests(work, name, seed, record):
         (work / "submission.py").unlink()
         (work / "submission.py").symlink_to(grade.answer_of("triton"))
-        (work / "record.jsonl").write_text('{"test": "one"}\n[]\n{}\nno JSON', encoding="utf-8")
+        record.write_text('{"test": "one"}\n[]\n{}\nno JSON\n{"test": "one", "a": 1}', encoding="utf-8")
         os.mkfifo(work / "pipe")
         for name in ("submission.py", "pipe", ".", "none"):
             with pytest.raises(OSError):
@@ -443,7 +447,7 @@ def test_what_a_submission_has_started_ends_with_it(monkeypatch, tmp_path):
     (tmp_path / "python").write_text('#!/bin/sh\nsleep 60 &\necho $! > "$HOME/started"\n')
     (tmp_path / "python").chmod(0o700)
     monkeypatch.setattr(sys, "executable", tmp_path / "python")
-    grade.run_tests(tmp_path, "kvsink", 0)
+    grade.run_tests(tmp_path, "kvsink", 0, tmp_path / "record")
     command = Path(f"/proc/{int((tmp_path / 'started').read_text())}/cmdline")  # it is empty once the process is dead
     deadline = time.monotonic() + 5
     while command.exists() and command.read_bytes():
