@@ -61,6 +61,8 @@ def folder_of(name):
 def answer_of(name):
     """The file that is right, of an assignment or of its first part."""
     if name.endswith(PAGE):
+        if name.removesuffix(PAGE) not in PAGES:
+            raise UserError(f"there is no assignment {name!r}, as {name.removesuffix(PAGE)} has no page")
         return ROOT / "docs" / "ladder" / PAGES[name.removesuffix(PAGE)][0]
     return folder_of(name) / "answer.py"
 

@@ -39,14 +39,15 @@ DISK, FILES = 256 * 2 ** 10, 10_000  # KiB, and files, that it may hold there at
 PYTHONS = {"/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/passwd", "/etc/localtime", "/proc/self", "/proc/cpuinfo",
            "/proc/meminfo", "/sys/devices/system", "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom",
            sys.prefix, sys.base_prefix, site.getusersitepackages(), *site.getsitepackages()}
-# calls that Landlock leaves open: other processes; what a file is marked with, or has lost; signals, and another's turn;
-# to leave the group that is killed. By number, the same on all machines, what libseccomp may not know: fchmodat2, setxattrat,
-# removexattrat, file_setattr
+# calls that Landlock leaves open: other processes; memory that is not counted; who opens what; what a file is marked
+# with, or has lost; signals, and another's turn; to leave the group that is killed. By number, the same on all
+# machines, what libseccomp may not know: fchmodat2, setxattrat, removexattrat, file_setattr
 REFUSED = """socket io_uring_setup shmget semget msgget mq_open add_key request_key keyctl bpf memfd_create
-    chmod fchmod fchmodat chown fchown lchown fchownat utime utimes futimesat utimensat truncate ftruncate fallocate
-    setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr 452 463 466 469
-    kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal
-    setpriority ioprio_set sched_setparam sched_setscheduler sched_setaffinity sched_setattr setsid setpgid""".split()
+    memfd_secret inotify_init inotify_init1 fanotify_init unshare setns chmod fchmod fchmodat chown fchown
+    lchown fchownat utime utimes futimesat utimensat truncate ftruncate fallocate setxattr lsetxattr fsetxattr
+    removexattr lremovexattr fremovexattr 452 463 466 469 kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo
+    pidfd_send_signal setpriority ioprio_set sched_setparam sched_setscheduler sched_setaffinity sched_setattr
+    setsid setpgid""".split()
 THREAD = 0x10000  # a flag of clone
 FLAGS = 4, 8, 10, 15  # what fcntl may not set: that a file is only added to, and who gets its signals
 

@@ -120,7 +120,7 @@ def grade_all(files, args):
         for report in tqdm(pool.map(given.report, files), "grading", len(files), False, unit="file", disable=None):
             if report["fault"] and not args.submission.is_dir():
                 raise UserError(report["fault"])
-            reports.append({"student": student_of(Path(report["file"]), args.submission), **report})
+            reports.append({"student": printable(student_of(Path(report["file"]), args.submission)), **report})
             if args.json:
                 now = {(report["student"], name) for report in reports for name in (report["assignment"], "-")}
                 write_json(args.json, [old for old in json.loads(before["json"] or "[]")
@@ -246,7 +246,7 @@ def copy(folder, name):
 
 def run_tests(work, name, seed, record):
     """Run an assignment's tests on submission.py of a copy of the repository, in a process of its own, until it ends or
-    its time is up. It reads the seed's key from stdin; -s leaves that to it. record: the file to which it adds lines."""
+    its time is up. It reads the seed's key from stdin; -s leaves that to it. record: a file, to which it adds lines."""
     with open(record, "ab") as file:
         words = ["pytest", "-q", "-s", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT), "--seed", "-",
                  "--file", work / "submission.py", "--record", str(file.fileno()), "--confined", work]

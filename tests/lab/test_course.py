@@ -177,6 +177,8 @@ def test_a_missing_starter_is_written_and_none_is_overwritten(run, tmp_path):
     assert path.read_text(encoding="utf-8") == given_text("kvsink").replace("t 3, kvsink:", "t 8, own:")
     path.write_text("mine")
     assert assignments.write_missing(path) is None and path.read_text() == "mine"
+    with pytest.raises(UserError, match="own has no page"):
+        assignments.answer_of("own_page")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -504,17 +506,18 @@ def test_every_student_has_a_line(run, tmp_path, monkeypatch):
                        ("bob/ott.py", other), ("bob/.ipynb_checkpoints/a.py", right), ("bob/__MACOSX/._a.py", right),
                        ("cat/a.py", right), ("dan/hw/x.zip", ""), ("eve.zip", ""), ("fay.py", other),
                        ("gus/a.py", right), ("gus/page (1).py", ""), ("gus/\x1bé.py", right), ("ivy.py", ""),
-                       ("points.csv", "")):
+                       ("points.csv", ""), ("z\udcff/a.py", right)):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text, encoding="utf-16" if file.startswith("cat") else "utf-8")
     (tmp_path / "hal").mkdir()
     monkeypatch.setattr(grade, "right_values", lambda *given: {})
     monkeypatch.setattr(grade, "record_of", lambda *given: {})
-    status, out, err = run(grade, tmp_path, "--assignment", "kvsink")
+    status, out, err = run(grade, tmp_path, "--assignment", "kvsink", "--points", tmp_path / "new.csv")
     told = {line.split("  ")[0]: line for line in out.splitlines()}
     assert (status, err) == (0, "") and list(told) == [
         "submission", "ann", "bob/a b/a.py", "cat/a.py", "dan", "eve.zip", "fay.py", "gus/\\x1bé.py", "gus/a.py",
-        "gus/page (1).py", "hal", "ivy.py"]
+        "gus/page (1).py", "hal", "ivy.py",
+        "z\\udcff/a.py"]
     for name, why in (("ann", "no Python file was handed in, but starter.ipynb"), ("cat/a.py", "UTF-16"),
                       ("dan", "no Python file was handed in, but hw, x.zip"), ("eve.zip", "no Python file"),
                       ("fay.py", "for the assignment ott"), ("hal", "no Python file was handed in"),
