@@ -73,7 +73,7 @@ def told_apart(kernel):
     for node in nodes:  # in a.b.c, the whole of it comes first
         if isinstance(node, ast.Attribute):
             inside.add(node.value)
-            if re.match("_|handle$", node.attr):
+            if re.match("_|handle$|assume|inline|max_con|multiple_of", node.attr):  # or what a compiler only believes
                 return ast.unparse(node)
         if isinstance(node, (ast.comprehension, ast.Lambda, ast.FunctionDef, ast.Global)):  # names of another scope
             return ast.unparse(node)
@@ -117,11 +117,18 @@ def compiled(folder, file, kernels):
             made = triton.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget(*GPU))
             found[name] = ""
             for count in numbers:
+                if has_loop(kernel.src):
+                    raise ValueError("its instructions cannot be counted, as it has a loop; tl.static_range is none")
                 threads = GPU[2] * made.metadata.num_warps
                 found[name + COUNTED] = instructions(made.asm["cubin"], folder) * threads / count
         except Exception as error:
             found[name] = told(error)
     return found
+
+
+def has_loop(source):
+    loops = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.For, ast.While))]
+    return not all(re.match(r"for \w+ in tl\.static_range\(", loop) for loop in loops)
 
 
 def instructions(cubin, folder):

@@ -7,7 +7,7 @@ In every layer, a language model computes a key and a value for each token and s
 to: the KV cache. At 2 bits a number, the worst error is that of a sink, a token that others attend to when they have
 nothing to look up. Its value is nearly 0, but no level of the grid that all tokens share is. RTN keeps no token in 16
 bits, PFN the first ones, and KVSink the sinks, which it finds by one huge number. README lists other ways out. The same
-in the package: tinykv/methods/kvsink.py, pfn.py. The page prints 8.178 (16 bits), 53.944, 26.698 and 10.182.
+in the package: tinykv/methods/kvsink.py, pfn.py. The page prints fp16 8.178, rtn 53.944, pfn 26.698, kvsink 10.182.
 Shapes: B texts, T tokens each, Hkv heads of keys and values, d channels (the numbers of a row: a head's key or value).
 """
 import sys

@@ -294,7 +294,7 @@ def test_the_compiler_reads_definitions_alone(tmp_path):
     kept = ["import math", "N: int = 2 ** 5", "LOG = tl.constexpr(1 / math.log(2))", "def kernel(x):\n    pass"]
     dropped = ["Y = not triton.knobs.runtime.interpret", "kernel = Two(kernel)", "if N:\n    N = 3", "x: int",
                "f()", "def kernel(x=globals().update(N=3)):\n    pass", "tl.load = LOAD", "@TWO", kept[3], "N = F(2)",
-               "N = (F)(2)", "N: F() = 2", "# The table", "N = 3"]
+               "import builtins as math", "N = (F)(2)", "N: F() = 2", "# The table", "N = 3"]
     (tmp_path / "mine.py").write_text("\n".join(kept + dropped), encoding="utf-8")
     said = ast.unparse(compiles.definitions(tmp_path / "mine.py"))
     assert said == "\n".join(kept[:3]) + f"\n\n{kept[3]}\n\n{kept[3]}"
@@ -311,8 +311,10 @@ def test_a_kernel_reads_nothing_that_tells_the_compiler_from_the_interpreter():
     for line in "y * triton.cdiv(K, N)", "math.log2(N) + tl.math.exp2(y)", "max(K, int(y.shape[0]))":
         assert read(line) == "", line
     for line in ("triton.knobs.runtime.interpret", "y.handle", "E", "os", "isinstance", "tl.core", "tl", "y.__class__",
-                 "lambda os: 0"):
+                 "lambda os: 0", "tl.max_constancy"):
         assert read(f"if K == N: {line}") == line
+    for loop in "for i in range(4)", "while K", "for i in tl.range(K)", "for i in tl.static_range(K)":
+        assert compiles.has_loop(f"def kernel(K):\n    {loop}: pass") == ("static" not in loop)
 
 
 def test_a_kernel_compiles_and_has_fewer_instructions_than_asked():
