@@ -19,6 +19,7 @@ from functools import cache, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from docs.course.assignments import PARSES
 from docs.course.confine import confine, run, written
 
 GPU = "cuda", 90, 32  # sm_90, threads of a warp
@@ -160,7 +161,9 @@ def told(error):
 
 def kernels_in(tests):
     """KERNELS of an assignment's tests; none of one without kernels."""
-    for node in ast.parse(tests.read_text(encoding="utf-8")).body:
+    with PARSES:
+        tree = ast.parse(tests.read_text(encoding="utf-8"))
+    for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "KERNELS":
             return ast.literal_eval(node.value)
     return {}

@@ -87,10 +87,11 @@ def checked(name, report, seed):
     mended = changed(text, wrong) - above
     if len(mended) > MOST:
         return student, "", f"{len(mended)} lines differ from the page that --seed {seed} gives {student}"
-    line = re.search(r"^LINE = (\d{1,6})\b", text, re.MULTILINE)
+    line = re.search(r"^LINE = \W?(\d{1,6})\b", text, re.MULTILINE)
     why = re.search(r"(?ms)^WHY = (.*?)(# see docs.*?)?(?=^import |\Z)", text)
     right = line and int(line[1]) - 1 in lines, 0 < report["points"] == report["of"] and mended <= lines
-    points = "line {}/3, mended {}/3".format(*(3 * bool(part) for part in right))
+    points = "line {}/3, mended {}/3; ".format(*(3 * bool(part) for part in right))
+    points += "the fault is in line " + " or ".join(str(line + 1) for line in sorted(lines))
     return student, points, printable(" ".join(why[1].split()) if why else "none")
 
 

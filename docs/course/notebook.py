@@ -38,7 +38,7 @@ def check(function):
 def cells_of(name, text):
     """The handout's sections, and the cells of a starter's text: [(type of the cell, its text)]."""
     folder = folder_of(name)
-    before, questions = (folder / "handout.md").read_text(encoding="utf-8").split("\n## Questions\n")
+    before, _, questions = (folder / "handout.md").read_text(encoding="utf-8").partition("\n## Questions\n")
     tests = tests_of(folder / f"test_{name}.py")
     begin = BEGIN.format(number=folder.name[0], name=name, tests=tests)
     return [*(("markdown", part) for part in re.split(r"^(?=## )", before, flags=re.MULTILINE)), ("code", begin),

@@ -5,7 +5,7 @@ that the other has, whatever its names, without the lines that are given. It say
 Of 33 answers written apart, no two came above 38%; pairs below LEAST are left out.
 """
 import ast
-from contextlib import suppress
+import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -32,10 +32,12 @@ def alike(folder):
     """[share, assignment, file, file], the most alike first, of all files that name an assignment, and can be read."""
     answers, found = {}, []
     for file in sorted(Path(folder).rglob("*.py")):
-        with suppress(UserError, SyntaxError, ValueError, RecursionError):
-            name, parts = assignment_of(file), shingles(file.read_text(encoding="utf-8"))
+        try:
+            name, parts = assignment_of(file), shingles(file.read_bytes())
             folder_of(name)
             answers.setdefault(name, {})[str(file.relative_to(folder))] = parts
+        except (UserError, SyntaxError, ValueError, RecursionError) as error:
+            print(printable(f"left out: {file}: {error}"), file=sys.stderr)
     for name, parts in answers.items():
         given = shingles(MADE["page.py" if name.endswith(PAGE) else "starter.py"](folder_of(name)))
         right = answer_of(name).read_text(encoding="utf-8").partition("\n\n\n# answer: helpers\n")[0]
