@@ -108,7 +108,7 @@ def grade_all(files, args):
     for flag, sign in SIGNS.items():
         if path := getattr(args, flag):
             check_target(path, "report", sign)
-            before[flag] = path.read_text(encoding="utf-8") if path.exists() else ""
+            before[flag] = path.read_text(encoding="utf-8-sig") if path.exists() else ""  # Excel adds a mark
     opening = hole(ROOT)
     if opening and (folder_of("affine") / "answer.py").is_file():
         if not args.unconfined:

@@ -74,7 +74,7 @@ def main():
     with one_line(p):
         args = p.parse_args()
         text = notebook.notebook(cells_of(args.name, starter(folder_of(args.name))))
-        check_target(args.file, "notebook", "# Assignment")
+        check_target(args.file, "notebook", '"# Assignment')
         write(args.file, lambda part: part.write_text(text, encoding="utf-8"))
 
 

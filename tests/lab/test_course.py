@@ -512,6 +512,7 @@ def test_every_student_has_a_line(run, tmp_path, monkeypatch):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text, encoding="utf-16" if file.startswith("cat") else "utf-8")
     (tmp_path / "hal").mkdir()
+    (tmp_path / "new.csv").write_text("student,total\nzoe,3\n", encoding="utf-8-sig")  # as Excel saves it
     monkeypatch.setattr(grade, "right_values", lambda *given: {})
     monkeypatch.setattr(grade, "record_of", lambda *given: {})
     status, out, err = run(grade, tmp_path, "--assignment", "kvsink", "--points", tmp_path / "new.csv")
@@ -561,7 +562,8 @@ def test_a_wrong_word_or_file_is_told_in_a_line(run, tmp_path, monkeypatch):
     """And an earlier file of the same command is written anew; no report takes another file's place, no link is
     followed, and no answer is for another assignment."""
     monkeypatch.chdir(tmp_path)
-    files = {"mine": "name,points\n", "of.json": "[]", "odd.py": 'ASSIGNMENT = "x"', "a.py": right_text("affine")}
+    files = {"mine": "name,points\n", "of.json": "[]", "4.md": "# Assignment 4",
+             "odd.py": 'ASSIGNMENT = "x"', "a.py": right_text("affine")}
     for file, text in files.items():
         Path(file).write_text(text, encoding="utf-8")
     Path("link.py").symlink_to("a.py")
@@ -569,7 +571,7 @@ def test_a_wrong_word_or_file_is_told_in_a_line(run, tmp_path, monkeypatch):
         Path(folder).mkdir()
     Path("class/a.py").write_text(files["a.py"], encoding="utf-8")
     for program, words, told in (
-            (notebook, "ott a.ipynb", ""), (notebook, "ott a.ipynb", ""), (notebook, "ott mine", "mine already exists"),
+            (notebook, "ott a.ipynb", ""), (notebook, "ott a.ipynb", ""), (notebook, "ott 4.md", "4.md already exists"),
             (notebook, "ott_page b.ipynb", "invalid choice: 'ott_page'"), (notebook, "ott", "required: F.ipynb"),
             (gradescope, "ott 1 a.zip", ""), (gradescope, "ott 1 a.zip", ""), (gradescope, "ott 1 .", "of the zip"),
             (gradescope, "ott 1 mine", "mine already exists"), (gradescope, "otto 1 b.zip", "no assignment 'otto'"),
