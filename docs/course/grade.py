@@ -294,7 +294,7 @@ def print_table(reports, folder):
 
 def totals(reports, before=""):
     """A line of CSV for each student: all points, and those of each assignment; of several files for one, the best.
-    before: a text of this form; what was not graded now stays."""
+    before: a text of this form; what was not graded now, and columns of one's own, stay."""
     rows, best = {row["student"]: row for row in csv.DictReader(io.StringIO(before))}, {}
     for report in reports:
         student, name = cell(report["student"]), report["assignment"]
@@ -302,8 +302,9 @@ def totals(reports, before=""):
         if not report["fault"]:
             row[name] = best[student, name] = max(report["points"], best.get((student, name), 0))
     names = [*dict.fromkeys(key for row in rows.values() for key in row if key not in ("student", "total"))]
+    summed = [name for name in names if name.removesuffix(PAGE) in assignments.folders()]  # no column of one's own
     for row in rows.values():
-        row["total"] = sum(int(row.get(name) or 0) for name in names)
+        row["total"] = f"{sum(float(row.get(name) or 0) for name in summed):g}"
     text = io.StringIO()
     writer = csv.DictWriter(text, ["student", "total", *names], lineterminator="\n")
     writer.writeheader()

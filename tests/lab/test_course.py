@@ -528,13 +528,13 @@ def test_every_student_has_a_line(run, tmp_path, monkeypatch):
         assert why in told[name]
 
 
-BEFORE = "student,total,ott,skvq\nann,60,50,10\n'=bob,7,,7\n"
+BEFORE = "student,total,ott,id,skvq\nann,60,50,a1,10.5\n'=bob,7,,2,7\n"
 
 
 @pytest.mark.parametrize("handed_in, before, after", [
     ("ann ott 50, ann ott 40, ann ott_page 14, =bob - 0", "", "student,total,ott,ott_page\nann,64,50,14\n'=bob,0,,\n"),
-    ("ann ott 3", BEFORE, "student,total,ott,skvq\nann,13,3,10\n'=bob,7,,7\n"),
-    ("=bob cache 3", BEFORE, "student,total,ott,skvq,cache\nann,60,50,10,\n'=bob,10,,7,3\n")])
+    ("ann ott 3", BEFORE, "student,total,ott,id,skvq\nann,13.5,3,a1,10.5\n'=bob,7,,2,7\n"),
+    ("=bob cache 3", BEFORE, "student,total,ott,id,skvq,cache\nann,60.5,50,a1,10.5,\n'=bob,10,,2,7,3\n")])
 def test_a_students_total_has_the_better_of_two_files(handed_in, before, after):
     """And no name is a formula. A run changes what it has graded, to less, too, and nothing else."""
     reports = [dict(zip(("student", "assignment", "points"), of.split())) for of in handed_in.split(", ")]
