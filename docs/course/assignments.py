@@ -60,6 +60,11 @@ def folder_of(name):
     return found[name.removesuffix(PAGE)]
 
 
+def parts_of(name):
+    """An assignment's page, if it has one, and the assignment."""
+    return (name + PAGE, name) if name in PAGES else (name,)
+
+
 def answer_of(name):
     """The file that is right, of an assignment or of its first part."""
     if name.endswith(PAGE):
@@ -200,11 +205,16 @@ def write(folder, files, names):
         target.chmod((ROOT / file).stat().st_mode)
 
 
+def tree_of(source):
+    """What a source says, in threads, too."""
+    with PARSES:
+        return ast.parse(source)
+
+
 def blanked(source, name, functions):
     """Source with functions that only raise. functions: "f" and "Class.f"; ALL: every one but the constructors."""
     lines = source.splitlines(keepends=True)
-    with PARSES:
-        found = functions_of(ast.parse(source))
+    found = functions_of(tree_of(source))
     for function, node in reversed(found.items()):  # from the end of the file on, so that line numbers stay right
         if function.endswith("__init__") or functions is not ALL and function not in functions:
             continue

@@ -19,7 +19,7 @@ from functools import cache, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from docs.course.assignments import PARSES
+from docs.course.assignments import tree_of
 from docs.course.confine import confine, run, written
 
 GPU = "cuda", 90, 32  # sm_90, threads of a warp
@@ -161,9 +161,7 @@ def told(error):
 
 def kernels_in(tests):
     """KERNELS of an assignment's tests; none of one without kernels."""
-    with PARSES:
-        tree = ast.parse(tests.read_text(encoding="utf-8"))
-    for node in tree.body:
+    for node in tree_of(tests.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "KERNELS":
             return ast.literal_eval(node.value)
     return {}

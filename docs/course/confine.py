@@ -57,10 +57,10 @@ def hole(root):
     if landlock is None:
         return ("there is no Landlock (Linux from 5.13 on), libseccomp, landlock or pyseccomp (`pip install "
                 "landlock==1.0.0.dev5 pyseccomp`), so a submission has all of your rights, and can read the answers")
-    for what in (root, gettempdir()):
-        for path in PYTHONS:
-            if Path(path, "tinykv").exists():
-                return f"tinykv is installed in {path}, which a submission reads; `pip uninstall tinykv`"
+    for path in PYTHONS:
+        if Path(path, "tinykv").exists():
+            return f"tinykv is installed in {path}, which a submission reads; `pip uninstall tinykv`"
+        for what in (root, gettempdir()):
             if Path(what).resolve().is_relative_to(Path(path).resolve()):
                 return f"{what} lies in {path}, which a submission reads, as Python's own files are there"
     return ""

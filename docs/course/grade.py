@@ -302,7 +302,8 @@ def totals(reports, before=""):
         if not report["fault"]:
             row[name] = best[student, name] = max(report["points"], best.get((student, name), 0))
     names = [*dict.fromkeys(key for row in rows.values() for key in row if key not in ("student", "total"))]
-    summed = [name for name in names if name.removesuffix(PAGE) in assignments.folders()]  # no column of one's own
+    known = assignments.folders()
+    summed = [name for name in names if name.removesuffix(PAGE) in known]  # no column of one's own
     for row in rows.values():
         row["total"] = f"{sum(float(row.get(name) or 0) for name in summed):g}"
     text = io.StringIO()

@@ -9,7 +9,7 @@ from pathlib import Path
 from zipfile import ZipFile, ZipInfo
 
 from docs.course import grade
-from docs.course.assignments import PAGE, PAGES, ROOT, folder_of, key_of
+from docs.course.assignments import ROOT, folder_of, key_of, parts_of
 from tinykv import UserError
 from tinykv.lab.cli import Parser, one_line
 from tinykv.lab.files import check_target, write
@@ -74,7 +74,7 @@ def graded(name, seed, home, unconfined):
     reports, tests = grade.grade_all(files, args), []
     none = f'no Python file that says ASSIGNMENT = "{name}" was handed in'
     told = [report["fault"] for report in reports if report["fault"]] if files else [none]
-    for part in (name + PAGE, name) if name in PAGES else (name,):
+    for part in parts_of(name):
         found = [report for report in reports if report["assignment"] == part]
         if found:
             tests += max(found, key=lambda report: report["points"])["tests"]

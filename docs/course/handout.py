@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from docs.course.assignments import ANSWERS, CORE, MADE, PAGE, PAGES, ROOT, folder_of, folders, write
+from docs.course.assignments import ANSWERS, CORE, MADE, ROOT, folder_of, folders, parts_of, write
 from docs.course.grade import right_values
 from docs.course.notebook import cells_of
 from docs.programs.notebook import notebook
@@ -94,8 +94,8 @@ def tracked():
 def expected(name):
     """The right values of an assignment, and of its page, at seed 0."""
     with tempfile.TemporaryDirectory() as temporary:
-        parts = (name, name + PAGE) if name in PAGES else (name,)
-        return {test: given for part in parts for test, given in right_values(part, 0, Path(temporary)).items()}
+        right = [right_values(part, 0, Path(temporary)) for part in parts_of(name)]
+    return {test: given for tests in right for test, given in tests.items()}
 
 
 if __name__ == "__main__":
