@@ -30,7 +30,7 @@ def plain(value):
         return {"dtype": str(value.dtype), "shape": list(value.shape), "numbers": numbers}
     if isinstance(value, np.generic):  # one number of numpy's
         value = value.item()
-    if isinstance(value, (list, tuple)):
+    if getattr(type(value), "__iter__", None) in (list.__iter__, tuple.__iter__):  # no other
         return [plain(part) for part in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value

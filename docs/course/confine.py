@@ -30,7 +30,6 @@ except (ImportError, RuntimeError, OSError):  # not installed, no libseccomp, or
     landlock = None
 
 MEMORY = 2 * 2 ** 30  # bytes that it may ask for
-SECONDS = 90  # of computing: each test of an assignment may run as long as a test may
 FILE_SIZE = 16 * 2 ** 20  # bytes of a file that it may write
 OPEN = 64  # files that it may have open: `du` does not see one without a name
 DISK, FILES = 256 * 2 ** 10, 10_000  # KiB, and files, that it may hold there at once, looked at once a second
@@ -66,9 +65,9 @@ def hole(root):
     return ""
 
 
-def confine(folder, readable=(), seconds=SECONDS, starts=False):
-    """From now on this process reads Python's own folders and those given, and writes in `folder` alone. starts:
-    whether it may start others."""
+def confine(folder, readable, seconds, starts=False):
+    """From now on this process reads Python's own folders and those given, writes in `folder` alone, and may compute
+    for some seconds. starts: whether it may start others."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE, FILE_SIZE))

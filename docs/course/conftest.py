@@ -8,27 +8,28 @@ A test gets the student's module as `sub`, all its numbers from `rng`, and hands
 in the same test, or, in a repository without answers, what expected.json has of it. So nothing that a student's code
 can reach holds a right value.
 """
+import ast
 import math
 import os
 import random
 import re
-import signal
 import sys
 import traceback
-from contextlib import suppress
 from json import dumps, loads
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+from docs.course import restrict
 from docs.course.assignments import PAGE, answer_of, folder_of, key_of, named, write_missing
 from docs.course.compare import called, complaints, parameters_of, plain, shortest
 from docs.course.compiles import definitions, errors_here, kernels_in, source_of
 from docs.course.confine import confine
+from tinykv import UserError
 
 LONGEST = 5  # seconds of computing, of a test that is recorded; a right answer needs one
+TOO_LONG = f"no end within {LONGEST} seconds, or a crash; look for a loop without an end, or over single numbers"
 
 
 def pytest_addoption(parser):
@@ -43,8 +44,6 @@ def pytest_configure(config):
     torch.set_num_threads(1)
     seed = config.option.seed
     config.option.seed = sys.stdin.readline().strip() if seed == "-" else key_of(int(seed))
-    if config.getoption("--confined"):
-        confine(config.getoption("--confined"))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -61,8 +60,6 @@ def pytest_collection_modifyitems(config, items):
             (item.path.parent / name).exists() for name in ("page.py", "answer.py"))
     config.hook.pytest_deselected(items=[item for item in items if not asked(item)])
     items[:] = [item for item in items if asked(item)]
-    if file:  # kernels first: before a function of the file, which could do anything, runs
-        items.sort(key=lambda item: "_kernel" not in item.function.__doc__)
 
 
 def is_page(file):
@@ -97,13 +94,9 @@ LOADED = {}
 def load(path):
     """The module that a file makes; of a file with kernels, what a compiler sees of it."""
     if path not in LOADED:
-        module = ModuleType("submission")
-        module.__file__ = str(path)
         name = named(path, "ASSIGNMENT")
         of_kernels = name and kernels_in(*folder_of(name).glob("test_*.py"))
-        with suppress(SystemExit):  # what stands above a sys.exit counts
-            exec(compile(definitions(path) if of_kernels else source_of(path), str(path), "exec"), vars(module))
-        LOADED[path] = module
+        LOADED[path] = restrict.run(path, definitions(path) if of_kernels else ast.parse(source_of(path), str(path)))
     return LOADED[path]
 
 
@@ -115,33 +108,9 @@ def path_of(item):
     return path
 
 
-def watch(*owners):
-    """A function that names a function of modules and classes, or of their classes, that is no longer what it is now;
-    "" if all of them are."""
-    def parts(owner):
-        return {name: (value, getattr(value, "__code__", None)) for name, value in vars(owner).items()}
-    classes = {part for owner in owners for part in vars(owner).values() if isinstance(part, type)}
-    before = {owner: parts(owner) for owner in (*owners, *classes)}
-
-    def changed():
-        for owner, old in before.items():
-            new = parts(owner)
-            for name in {*old, *(new if isinstance(owner, type) else ())}:
-                was, now = old.get(name, (None, None)), new.get(name, (None, None))
-                does = any(callable(part) or hasattr(part, "__get__") for part in (was[0], now[0]))
-                if does and (was[0] is not now[0] or was[1] is not now[1]):
-                    return f"{owner.__name__}.{name}"
-        return ""
-    return changed
-
-
 @pytest.fixture
 def sub(request):
-    node = request.node
-    if not hasattr(node.session, "changed"):  # before a line of the student's runs
-        node.session.changed = watch(node.module, torch.Tensor, *(
-            module for name, module in sys.modules.items() if re.match(r"docs|tinykv|json|.*conftest|builtins$", name)))
-    return load(path_of(node))
+    return load(path_of(request.node))
 
 
 @pytest.fixture
@@ -200,31 +169,36 @@ def right_notes(node):
 
 # What becomes of it
 
+def pytest_runtest_protocol(item):
+    """What is recorded runs in a process of its own, so that a test costs no other its time, memory or state."""
+    if record := item.config.getoption("--record"):
+        if child := os.fork():
+            if os.WIFSIGNALED(os.waitpid(child, 0)[1]):  # else it has noted what it gave
+                note(record, item, TOO_LONG)
+            return True
+        sys.breakpointhook = lambda *_, **__: None  # a debugger would run a file's .pdbrc
+        confine(item.config.getoption("--confined"), [Path(__file__).parents[2]], LONGEST)
+    return None
+
+
+def note(record, item, fault):
+    line = {"test": item.name, "title": item.function.__doc__.split("\n")[0], "fault": fault,
+            "points": item.get_closest_marker("points").args[0], "notes": getattr(item, "notes", [])}
+    os.write(record, f"{dumps(line)}\n".encode())  # to which lines are only added: what is noted stays
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    if item.config.getoption("--record"):
-        signal.signal(signal.SIGPROF, too_long)
-        signal.setitimer(signal.ITIMER_PROF, LONGEST)
     try:
-        result = yield
-        if item.config.getoption("--record") and (name := item.session.changed()):
-            raise RuntimeError(f"your file changes `{name}`, on which the tests rely")
-        return result
+        return (yield)
     except Exception as error:
         if item.config.getoption("--record") or not isinstance(cause_of(error), NotImplementedError):
             raise
         item.user_properties.append(("unwritten", explain(error, path_of(item))))
         pytest.fail(pytrace=False)
-    finally:
-        if item.config.getoption("--record"):
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        # also where the student's code has then raised something
+    finally:  # also where the student's code has then raised something
         if wrong := [*complaints(item.notes, item.right, lambda: errors_here(path_of(item), item.path))]:
             pytest.fail(shortest(wrong), pytrace=False)
-
-
-def too_long(number, frame):
-    raise TimeoutError(f"no end within {LONGEST} seconds; look for a loop without an end, or over single numbers")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -232,10 +206,8 @@ def pytest_runtest_makereport(item, call):
     report = yield
     record = item.config.getoption("--record")
     if record and (call.when == "call" or call.excinfo):
-        fault = "" if call.excinfo is None else explain(call.excinfo.value, item.config.getoption("--file"))
-        line = {"test": item.name, "title": item.function.__doc__.split("\n")[0], "fault": fault,
-                "points": item.get_closest_marker("points").args[0], "notes": getattr(item, "notes", [])}
-        os.write(record, f"{dumps(line)}\n".encode())  # to which lines are only added: what is noted stays
+        note(record, item, explain(call.excinfo.value, item.config.getoption("--file")) if call.excinfo else "")
+        os._exit(0)
     return report
 
 
@@ -247,6 +219,8 @@ def cause_of(error):
 def explain(error, path):
     """What an exception says to the student whose file is at `path`."""
     error = cause_of(error)
+    if isinstance(error, UserError):
+        return f"{error}."
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
     if isinstance(error, NotImplementedError):
         functions = [frame.name for frame in own if not frame.name.startswith("<")]  # no <listcomp>

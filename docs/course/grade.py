@@ -1,8 +1,8 @@
 """Grade a submission, or a folder of them: `python -m docs.course.grade FILE|FOLDER`.
 
-A file's tests run in a process of its own, in a copy of the repository without the answers, and only note what the file
-gives. What is right is noted by a run of answer.py elsewhere, and compared here. So the process of a submission knows
-neither right values nor points.
+Each of a file's tests runs in a process of its own, in a copy of the repository without the answers, and only notes
+what the file gives. What is right is noted by a run of answer.py elsewhere, and compared here. So the process of a
+submission knows neither right values nor points.
 """
 import csv
 import io
@@ -28,7 +28,7 @@ from tinykv import UserError
 from tinykv.lab.cli import Columns, Parser, one_line, printable
 from tinykv.lab.files import check_target, write, write_json
 
-LONGEST = 300  # seconds of a submission, of which it may compute confine.SECONDS
+LONGEST = 300  # seconds of a submission; each of its tests has a time of its own
 
 
 def parser():
@@ -220,18 +220,16 @@ def tests_of(name):
 
 def record_of(file, name, seed, folder):
     """What a file notes in an assignment's tests, under all limits."""
-    # a process that it has left behind may still write there
-    with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as both:
-        work, steps = Path(both, "copy"), Path(both, "kernels")
+    with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as both:  # in which some process may still write
+        work, own = Path(both, "copy"), Path(both, "own")
         copytree(folder / f"{name}-copy", work)
         copyfile(file, work / "submission.py")
-        run_tests(work, name, seed, Path(both, "record"))
+        own.mkdir()
+        run_tests(work, own, name, seed, Path(both, "record"))
         record = read_record(Path(both, "record"))
-        subprocess.run(["rm", "-rf", work])  # Python's own way fails at some thousand folders in each other
-        steps.mkdir()
-        copyfile(file, steps / "submission.py")  # again: its tests could put a link in the place of the first copy
-        kernels = compiles.kernels_in(tests_of(name))
-        errors = compiles.errors(steps / "submission.py", kernels, folder / f"{name}-copy", steps)
+        subprocess.run(["rm", "-rf", own])  # Python's own way fails at some thousand folders in each other
+        own.mkdir()
+        errors = compiles.errors(work / "submission.py", compiles.kernels_in(tests_of(name)), work, own)
         return {test: {**given, "errors": errors} for test, given in record.items()}
 
 
@@ -244,13 +242,14 @@ def copy(folder, name):
     assignments.write(folder, files, {*assignments.ANSWERS} - ({*assignments.CORE} - {name.removesuffix(PAGE)}))
 
 
-def run_tests(work, name, seed, record):
+def run_tests(work, own, name, seed, record):
     """Run an assignment's tests on submission.py of a copy of the repository, in a process of its own, until it ends or
-    its time is up. It reads the seed's key from stdin; -s leaves that to it. record: a file, to which it adds lines."""
+    its time is up. It reads the seed's key from stdin; -s leaves that to it. own: the folder where it may write;
+    record: a file, to which it adds lines."""
     with open(record, "ab") as file:
         words = ["pytest", "-q", "-s", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT), "--seed", "-",
-                 "--file", work / "submission.py", "--record", str(file.fileno()), "--confined", work]
-        confine.run(words, f"{key_of(seed)}\n", LONGEST, work, work, [file.fileno()])
+                 "--file", work / "submission.py", "--record", str(file.fileno()), "--confined", own]
+        confine.run(words, f"{key_of(seed)}\n", LONGEST, work, own, [file.fileno()])
 
 
 def read_record(path):

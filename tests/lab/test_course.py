@@ -15,11 +15,11 @@ import sys
 import threading
 import time
 import zipfile
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ import eval_ppl
 from docs.course import assignments, compare, compiles, confine, grade, gradescope, handout, hunt, notebook, similar
 from docs.course import conftest as course
 from docs.course.assignments import PAGE
+from docs.course.restrict import run as run_restricted
 from tinykv import UserError
 
 fcntl, resource = pytest.importorskip("fcntl"), pytest.importorskip("resource")  # Windows grades nothing
@@ -186,7 +187,7 @@ def test_an_assignment_is_whole(name):
     """80 points by tests and 20 by questions, and a row of the handout's table for some tests."""
     points = [*grade.tests_in(name + PAGE).values(), *grade.tests_in(name).values()]  # in the order of the tests
     assert sum(points) == 80
-    assert len(points) * course.LONGEST + 20 < confine.SECONDS  # a loop without an end costs no other test its time
+    assert len(points) * course.LONGEST + 20 < grade.LONGEST  # a loop without an end costs no other test its time
     page = read(name, "handout.md")
     assert sum(map(int, re.findall(r"^\d\. \((\d+) points\)", page, re.MULTILINE))) == 20
     rows = [int(points) for points in re.findall(r"^\| \w* \|.*\| (\d+) \|$", page, re.MULTILINE)]
@@ -272,23 +273,6 @@ def test_what_a_file_lacks_is_named(tmp_path):
     assert course.explain(raised.value, tmp_path / "mine.py").startswith("Your file has no `find_outlier`")
 
 
-@pytest.mark.parametrize("name, change", [
-    ("one", lambda kept: setattr(kept, "one", len)), ("one", lambda kept: setattr(kept.one, "__code__", read.__code__)),
-    ("nbytes", lambda kept: setattr(kept, "nbytes", property(len)))])
-def test_a_function_that_a_file_changes_is_named(name, change):
-    """Another in its place, another's code in it, and one more, which hides what a class inherits."""
-    class Kept(torch.Tensor):
-        def one(self):
-            pass
-    tests = ModuleType("tests")
-    tests.Kept = Kept
-    changed = course.watch(tests)
-    tests.more, Kept.count = len, 1
-    assert changed() == ""
-    change(Kept)
-    assert changed() == f"Kept.{name}"
-
-
 def test_the_compiler_reads_definitions_alone(tmp_path):
     """Nothing that could tell it from the interpreter, and no line that runs a function of the file."""
     kept = ["import math", "N: int = 2 ** 5", "LOG = tl.constexpr(1 / math.log(2))", "def kernel(x):\n    pass"]
@@ -329,25 +313,30 @@ def test_a_kernel_compiles_and_has_fewer_instructions_than_asked():
 
 # ---- what a submission may do: the lines that do it, and whether the rest of the file is right
 
-DEEDS = {
-    "looks for the seed": ("import os, sys\nseen = ' '.join(sys.argv) + str(os.environ)\n"
-                           "for who in ('self', os.getppid()):\n"
-                           "    try: seen += open(f'/proc/{who}/cmdline').read() * (1 if who == 'self' else 20391)\n"
-                           "    except OSError: pass\n"
-                           "told, frame = '', sys._getframe()\n"
-                           "while frame:\n"
-                           "    if 'request' in frame.f_locals: told = str(frame.f_locals['request'].config.option)\n"
-                           "    frame = frame.f_back\n"
-                           "tested = bool(told) or 'pytest' not in sys.modules  # but compiled\n"
-                           "if not tested or '20391' in told + seen or len(seen) > 20391: os._exit(0)", True),
-    "writes what is no record": ("import os\nopen('record.jsonl', 'w').write('{\"test\": \"test_outlier\", "
-                                 "\"notes\": [[]], \"fault\": 3}\\n[]\\n')\nos._exit(0)", False),
-    "reaches its grader": ("import fcntl, os\nfor fd in range(64):\n"
-                           "    for f, *given in (os.ftruncate, 0), *((fcntl.fcntl, flag, 0) for flag in (4, 8, 10)):\n"
-                           "        try: f(fd, *given), os._exit(0)\n"
-                           "        except OSError: pass", True),
-    "takes memory": ("x = torch.ones(2 ** 32)", False),
-}
+GIVEN = (
+    "import torch.nn.functional as F; F.pad", "import numpy as np; np.linalg.norm", "from tinykv import hf",
+    "from tinykv.codecs.base import Codec", "sys.path.insert(0, '')", "raise SystemExit",
+    "class A(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n        self._x = 1\nA.b = 2\n"
+    "del A.b\nA().c = 3\nsetattr(A(), 'd', 4)\ngetattr(A, 'e', 5)\nassert type(A()) is A")
+NOT_GIVEN = (
+    "f.__globals__", "def g():\n    yield g.gi_frame", "'{0.__class__}'.format(f)", "getattr(f, '__co' + 'de__')",
+    "hasattr(f, '__code__')", "match f:\n    case object(__globals__=x): pass", "class A:\n    __match_args__ = ()",
+    "class A:\n    def __getattr__(self, x): pass", "__own__ = len", "torch.Tensor.sum = f", "torch.pi = 3",
+    "(lambda x: setattr(x, 'sum', f))(torch.Tensor)", "del torch.nn.Linear.forward", "class A(torch.Tensor): pass",
+    "type('A', (), {})", "from functools import wraps", "torch.load", "import types; types.CodeType", "eval('1')",
+    "open('x')", "vars(f)", "next(iter(sys.modules))", "torch.zeros(1).numpy().ctypes")
+
+
+@pytest.mark.parametrize("lines", GIVEN + NOT_GIVEN)
+def test_what_a_file_is_given_of_python(lines):
+    tree = ast.parse(f"from __future__ import annotations\nimport sys, torch\ndef f(): pass\n{lines}")
+    with pytest.raises(Exception) if lines in NOT_GIVEN else nullcontext():
+        run_restricted("mine.py", tree)
+
+
+DEEDS = {  # and the points that a right answer has with it
+    "takes memory": ("x = torch.ones(2 ** 32)", 0), "has no end": ("def outlier(x):\n    while True: pass", 51),
+    "writes into its copy": ("torch.ones(9).numpy().tofile('.pytest.ini')", 0), "ends": ("raise SystemExit", 66)}
 
 
 @confined
@@ -358,13 +347,12 @@ def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path):
         return right_here(name, seed, folder)
     monkeypatch.setattr(grade, "right_values", right_values)
     (tmp_path / "all").mkdir()
-    for deed, (lines, right) in DEEDS.items():
-        text = (right_text if right else given_text)("kvsink")
-        (tmp_path / "all" / f"{deed}.py").write_text(f"{text}\n{lines}\n", encoding="utf-8")
+    for deed, (lines, _) in DEEDS.items():
+        (tmp_path / "all" / f"{deed}.py").write_text(f"{right_text('kvsink')}\n{lines}\n", encoding="utf-8")
     status, _, err = run(grade, tmp_path / "all", "--json", tmp_path / "r.json", "--seed", 20391)
     points = {report["student"]: report["points"] for report in json.loads((tmp_path / "r.json").read_text())}
     assert (status, err) == (0, "")
-    assert points == {deed: right * grade.points_of("kvsink") for deed, (_, right) in DEEDS.items()}
+    assert points == {deed: left for deed, (_, left) in DEEDS.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -380,30 +368,28 @@ def test_the_graders_copy_has_no_answer(name, tmp_path):
 
 
 def test_what_a_file_leaves_behind_neither_helps_it_nor_ends_the_grader(monkeypatch, tmp_path):
-    """A link to the answer in the place of its copy; folders in folders, more than Python's rmtree removes; pipes."""
-    file, compiled = tmp_path / "mine.py", []
-    file.write_text("mine", encoding="utf-8")
-
-    def nest(work):
-        os.chdir(work)
+    """Folders in folders, more than Python's rmtree removes; links, and pipes."""
+    def nest(own):
+        os.chdir(own)
         for _ in range(1200):
             os.mkdir("x")
             os.chdir("x")
 
-    def run_tests(work, name, seed, record):
-        (work / "submission.py").unlink()
-        (work / "submission.py").symlink_to(grade.answer_of("triton"))
+    def run_tests(work, own, name, seed, record):
         record.write_text('{"test": "one"}\n[]\n{}\nno JSON\n{"test": "one", "a": 1}', encoding="utf-8")
-        os.mkfifo(work / "pipe")
-        for name in ("submission.py", "pipe", ".", "none"):
+        (own / "link").symlink_to(grade.answer_of("triton"))
+        os.mkfifo(own / "pipe")
+        for name in ("link", "pipe", ".", "none"):
             with pytest.raises(OSError):
-                confine.written(work / name)
-        assert forked(nest, work) == 0  # last: what fails before it leaves nothing that pytest cannot remove
+                confine.written(own / name)
+        assert forked(nest, own) == 0  # last: what fails before it leaves nothing that pytest cannot remove
     monkeypatch.setattr(grade, "run_tests", run_tests)
-    monkeypatch.setattr(compiles, "errors", lambda file, *args: compiled.append(Path(file).read_text()) or {})
+    monkeypatch.setattr(compiles, "errors", lambda file, kernels, root, folder: {file.read_text(): [*folder.iterdir()]})
+    (tmp_path / "mine.py").write_text("mine", encoding="utf-8")
     (tmp_path / "all" / "triton-copy").mkdir(parents=True)
-    assert grade.record_of(file, "triton", 0, tmp_path / "all") == {"one": {"test": "one", "errors": {}}}
-    assert compiled == ["mine"] and [path.name for path in (tmp_path / "all").iterdir()] == ["triton-copy"]
+    given = grade.record_of(tmp_path / "mine.py", "triton", 0, tmp_path / "all")
+    assert given == {"one": {"test": "one", "errors": {"mine": []}}}
+    assert [path.name for path in (tmp_path / "all").iterdir()] == ["triton-copy"]
 
 
 CALLS = {  # what would reach another process, or outlive this one, though Landlock allows it
@@ -433,7 +419,7 @@ def called(name, *given):
 def test_a_confined_process_reaches_no_other(tmp_path):
     """And threads, of which autograd needs one, it may have; and files of its own, and what torch asks of the CPU."""
     def call_all():
-        confine.confine(tmp_path)
+        confine.confine(tmp_path, [], 5)
         done = []
         for name, call in CALLS.items():
             with suppress(OSError):
@@ -451,7 +437,7 @@ def test_what_a_submission_has_started_ends_with_it(monkeypatch, tmp_path):
     (tmp_path / "python").write_text('#!/bin/sh\nsleep 60 &\necho $! > "$HOME/started"\n')
     (tmp_path / "python").chmod(0o700)
     monkeypatch.setattr(sys, "executable", tmp_path / "python")
-    grade.run_tests(tmp_path, "kvsink", 0, tmp_path / "record")
+    grade.run_tests(tmp_path, tmp_path, "kvsink", 0, tmp_path / "record")
     command = Path(f"/proc/{int((tmp_path / 'started').read_text())}/cmdline")  # it is empty once the process is dead
     deadline = time.monotonic() + 5
     while command.exists() and command.read_bytes():

@@ -17,7 +17,6 @@ from docs.programs.notebook import notebook as text_of
 
 pytestmark = confined
 SEED = "2039187523"
-LOOP = "import signal\n    signal.signal(signal.SIGPROF, signal.SIG_IGN)\n    while True: pass"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
@@ -75,7 +74,7 @@ def test_a_class_is_graded_and_one_student_again(tmp_path):
     hand_in(mixed / "fay", starter__py=text.replace("\n", "\r\n"), page__py=right("kvsink_page"))
     hand_in(mixed / "hal", starter__py=text, other__py=given_text("kvsink"))
     hand_in(mixed / "ivy")
-    hand_in(mixed / "jon", starter__py=f"{text}\n\ndef outlier(hidden):\n    {LOOP}\n")
+    hand_in(mixed / "jon", starter__py=f"{text}\n\ndef outlier(hidden):\n    while True: pass\n")
     marks, record = tmp_path / "points.csv", tmp_path / "record.json"
     words = "--seed", SEED, "--points", marks, "--json", record
     said("-m", "docs.course.grade", one, *words)

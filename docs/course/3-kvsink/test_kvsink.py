@@ -67,10 +67,20 @@ def search(sub, same, largest, ratio, channel, hint):
     same.call(sub.find_outlier, *tensors, hint=hint, names="layer|channel")
 
 
+def windows(rng, W):
+    """What W windows of a model may measure: largest numbers, and ratios."""
+    L = rng.randint(1, 7)
+    numbers = rng.choice((((1, 10, 20, 21), (2, 4, 5, 30)), ((1, 2, 40, 60), (2, 4, 5, 6))))
+    typical = [rng.choices(some, k=L + 1) for some in numbers]
+    return ([[x if rng.random() < 0.7 else rng.choice(some) for x in row] for _ in range(W)]
+            for row, some in zip(typical, numbers))
+
+
 @pytest.mark.points(10)
 def test_find_outlier_in_lists(sub, rng, same):
     """find_outlier: an outlier that stands out, one that stays, and none"""
-    for i, (largest, ratio, why) in enumerate(EXAMPLES):
+    others = [(*window, "the same rules, on other numbers.") for _ in range(30) for window in zip(*windows(rng, 1))]
+    for i, (largest, ratio, why) in enumerate(EXAMPLES + others):
         c = rng.randint(1, 30) if i else 0
         search(sub, same, [largest] * 2, [ratio] * 2, [[c] * len(largest)] * 2, why)
 
@@ -92,13 +102,9 @@ def test_votes(sub, rng, same):
 def test_find_outlier(sub, rng, same):
     """find_outlier: all four rules, on windows that differ"""
     for _ in range(500):
-        W, L = rng.randint(1, 6), rng.randint(1, 7)
-        numbers = rng.choice((((1, 10, 20, 21), (2, 4, 5, 30)), ((1, 2, 40, 60), (2, 4, 5, 6))))
-        typical = [rng.choices(some, k=L + 1) for some in numbers]
-        largest, ratio = ([[x if rng.random() < 0.7 else rng.choice(some) for x in row] for _ in range(W)]
-                          for row, some in zip(typical, numbers))
+        largest, ratio = windows(rng, rng.randint(1, 6))
         odd = rng.choice((0, 0, 0.2))
-        channel = [[7 if rng.random() >= odd else 3 for _ in range(L + 1)] for _ in range(W)]
+        channel = [[7 if rng.random() >= odd else 3 for _ in row] for row in ratio]
         search(sub, same, largest, ratio, channel, "rules 1 to 4; the median is over windows that name the channel.")
 
 
@@ -182,29 +188,22 @@ def test_observe_chunks(sub, rng, same):
 
 @pytest.mark.points(10)
 def test_observe(sub, rng, same):
-    """observe: two texts in turns, with any k, lE and chunks"""
+    """observe: two texts and copies of them in turns, with any k, lE and chunks"""
     for _ in range(25):
         k, B = rng.randint(1, 5), rng.randint(1, 2)
         method = method_of(sub, k, rng.choice((None, 0, 1, 2)), rng.randrange(6))
-        caches = new_cache(method), new_cache(method)
+        caches = [new_cache(method), new_cache(method)]
         tokens = iter(rng.sample(range(1, 60000), 100))  # no two are of equal size
-        held = []
-        for i in range(8):
-            T = rng.randint(1, 5)
+        for _ in range(8):
+            cache = rng.choice(caches)
+            caches.append(copy.deepcopy(cache))
+            T, seen = rng.randint(1, 5), cache.layers[0].length
             sizes = torch.tensor([[next(tokens) / 32 * rng.choice((-1, 1)) for _ in range(T)] for _ in range(B)])
-            shown = show(method, caches[i % 2], sizes, rng)
-            same([sinks_of(caches[i % 2]), shown], f"k = {k}, lE = {method.layer}, chunk {i // 2} of text {i % 2}, "
-                 f"with {sizes.tolist()} in channel c after block lE. One method serves two texts, and changes no "
-                 "hidden state.", names="sinks|hidden states, positions|sizes")
-            held.append(f"{vars(method)} {vars(type(method))}")
-        fork = copy.deepcopy(caches[0])
-        for cache in (caches[0], fork):
-            sizes = torch.tensor([[next(tokens) / 32] * 2 for _ in range(B)]) + torch.arange(2) / 64
-            show(method, cache, sizes, rng)
-            same(sinks_of(cache), f"k = {k}, lE = {method.layer}: a copy of a cache goes on by itself, here with "
-                 f"{sizes.tolist()}. The sinks, sorted, and their sizes", names="positions|sizes")
-        same(len({*held[1:]}), "how many things the method has held since both texts have begun. What it knows of a "
-             "text lives on the cache.")
+            shown = show(method, cache, sizes, rng)
+            same([sinks_of(cache), shown], f"k = {k}, lE = {method.layer}, {T} tokens after {seen} of a text, with "
+                 f"{sizes.tolist()} in channel c after block lE. One method serves several texts, and copies of them "
+                 "that go on otherwise: what it knows of a text lives on the cache. It changes no hidden state.",
+                 names="sinks|hidden states, positions|sizes")
 
 
 @pytest.mark.points(7)

@@ -184,8 +184,9 @@ def test_train(sub, rng, same):
         lr = rng.choice((0.02, 0.1))
         trained = sub.train(full, quantized, tokens, keys, values, updates, lr, clip)
         tried = f"train with {updates} updates, lr = {lr}, clip = {clip}. "
-        same([[rows.requires_grad for rows in trained], [rows - old for rows, old in zip(trained, (keys, values))]],
-             tried, 2e-3, names="whether a gradient is required by|what was added to, keys|values")
+        added = [rows - old for rows, old in zip(trained, (keys, values))]
+        same([[rows.requires_grad for rows in trained], added, trained], tried, 2e-3,
+             names="whether a gradient is required by|what was added to|the prefix, keys|values")
         weights = [[*model.parameters()] for model in (full, quantized)]
         same([*weights, keys, keys.requires_grad, any(x.grad is not None for x in sum(weights, []))], tried, 0,
              "weights of full|of quantized|given keys|whether these require a gradient|whether a weight has one")

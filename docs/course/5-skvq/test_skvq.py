@@ -67,7 +67,7 @@ def test_make_groups(sub, rng, same):
         n = rng.randint(1, C - 1)
         lo = rng.normal(C) * rng.choice((1, 10))
         hi = lo + rng.normal(C).abs() * rng.choice((1, 10))
-        same.call(sub.make_groups, lo, hi, n, then=lambda group: [renamed(group), group.is_floating_point()],
+        same.call(sub.make_groups, lo, hi, n, then=lambda group: [renamed(group), torch.is_floating_point(group)],
                   hint="A point is the pair (lo, hi). Groups are renamed here.", names="groups|whether floats, channel")
 
 

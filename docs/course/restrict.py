@@ -1,0 +1,121 @@
+"""What a submission is given of Python: enough for any answer, and nothing that leads to the tests around it.
+
+A module is a view of its public functions and classes, without the modules that it has itself imported. Of classes only
+the file's own can be changed. What leads from an object to the code around it, such as `f.__globals__`, is refused.
+"""
+import ast
+import builtins
+import importlib
+import re
+from contextlib import suppress
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from tinykv import UserError
+
+NAME = "submission"  # of the module that a file makes
+MODULES = re.compile(r"torch(\.(nn|nn\.functional|nn\.utils|linalg|special|autograd))?|numpy(\.linalg)?|math|"
+                     r"tinykv\.(cache|model|kmeans|(codecs|methods)(\.\w+)?)|triton(\.language)?|bisect|collections|"
+                     r"copy|dataclasses|fractions|functools|heapq|itertools|numbers|random|statistics|types|typing")
+# of these, what runs text or files, or copies any attribute
+HIDDEN = re.compile("load|save|compile|import_ir.*|.*from_?file|.*loadtxt|genfromtxt|fromregex|update_wrapper|wraps|"
+                    "CodeType|make_dataclass|new_class|get_type_hints|ForwardRef|"
+                    "exec|eval|open|input|help|globals|locals|vars")  # and of Python's own functions
+# names that may stand nowhere: most of Python's own; frames; other modules; what reads names in a text
+OWN = "|".join("init post_init call name file doc slots len iter next getitem setitem contains repr eq hash".split())
+REFUSED = re.compile(rf"__(?!({OWN})__)\w+__|(gi|cr|ag|tb)_frame|f_(back|globals|locals)|func_\w+|_?ctypes|sys|os|"
+                     "inspect|builtins|gc|importlib|traceback|warnings|mro|_evaluate|rewriter|format|format_map")
+
+
+def run(path, tree):
+    """The module that a file's tree makes."""
+    for node in ast.walk(tree):
+        for name in names_of(node):
+            if REFUSED.fullmatch(name):
+                raise UserError(f"line {node.lineno} of your file says `{name}`, and an answer does without that")
+    module = ModuleType(NAME)
+    vars(module).update(__file__=str(path), __builtins__=GIVEN)
+    with suppress(SystemExit):  # what stands above a sys.exit counts
+        exec(compile(ast.fix_missing_locations(Guarded().visit(tree)), str(path), "exec"), vars(module))
+    return module
+
+
+def names_of(node):
+    """The names that a node says: variables, attributes, arguments, functions, classes, keywords."""
+    if isinstance(node, (ast.Constant, ast.alias, ast.ImportFrom)):  # text; what is imported is looked at then
+        return []
+    if isinstance(node, ast.Name):  # a variable, which may be called `sys`
+        return [node.id] if node.id.startswith("__") else []
+    values = [part for _, value in ast.iter_fields(node) for part in (value if isinstance(value, list) else [value])]
+    return [value for value in values if isinstance(value, str)]
+
+
+class Guarded(ast.NodeTransformer):
+    """Where a file sets an attribute, `own` looks at what it belongs to."""
+
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        if not isinstance(node.ctx, ast.Load):
+            node.value = ast.copy_location(ast.Call(ast.Name("__own__", ast.Load()), [node.value], []), node)
+        return node
+
+
+def own(owner):
+    """An object of which a file may set attributes."""
+    if isinstance(owner, ModuleType) or isinstance(owner, type) and owner.__module__ != NAME:
+        raise UserError(f"your file changes {owner.__name__}, which is not its own")
+    return owner
+
+
+def checked(function, prepare=lambda owner: owner):
+    """getattr, say, which takes no name that is refused."""
+    def called(owner, name, *more):
+        if REFUSED.fullmatch(name):
+            raise UserError(f"your file asks for `{name}`, and an answer does without that")
+        return function(prepare(owner), name, *more)
+    return called
+
+
+@cache
+def view(name):
+    """A module, as a file sees it; NotGiven if no answer needs it."""
+    if name == "triton.language":  # which the interpreter has to find in a file
+        return importlib.import_module(name)
+    if not MODULES.fullmatch(name):
+        return NotGiven()
+    parts = {key: view(f"{name}.{key}") if isinstance(value, ModuleType) else value
+             for key, value in vars(importlib.import_module(name)).items()
+             if not key.startswith("_") and not HIDDEN.fullmatch(key)}
+    made = ModuleType(f"the course's {name}")
+    vars(made).update(parts)
+    return made
+
+
+class NotGiven:
+    """What a file imports of another module. A page does, above its table; whatever is called does nothing."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *_, **__):
+        return self
+
+
+def imported(name, _globals=None, _locals=None, fromlist=(), _level=0):
+    whole = view(name)
+    return whole if fromlist else view(name.partition(".")[0])
+
+
+GIVEN = {name: value for name, value in vars(builtins).items() if not HIDDEN.fullmatch(name)} | {
+    "__import__": imported, "__own__": own, "getattr": checked(getattr), "hasattr": checked(hasattr),
+    "setattr": checked(setattr, own), "delattr": checked(delattr, own), "type": lambda value: type(value)}
+
+
+def no_class_of_tensors(made):
+    if made.__module__ == NAME:
+        raise UserError(f"{made.__name__} is a class of tensors, which could say of itself what it likes")
+
+
+torch.Tensor.__init_subclass__ = classmethod(no_class_of_tensors)
