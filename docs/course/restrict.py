@@ -19,14 +19,15 @@ NAME = "submission"  # of the module that a file makes
 MODULES = re.compile(r"torch(\.(nn|nn\.functional|nn\.utils|linalg|special|autograd))?|numpy(\.linalg)?|math|"
                      r"tinykv\.(cache|model|kmeans|(codecs|methods)(\.\w+)?)|triton(\.language)?|bisect|collections|"
                      r"copy|dataclasses|fractions|functools|heapq|itertools|numbers|random|statistics|types|typing")
-# of these, what runs text or files, or copies any attribute
-HIDDEN = re.compile("load|save|compile|import_ir.*|.*from_?file|.*loadtxt|genfromtxt|fromregex|update_wrapper|wraps|"
-                    "CodeType|make_dataclass|new_class|get_type_hints|ForwardRef|"
-                    "exec|eval|open|input|help|globals|locals|vars")  # and of Python's own functions
+# of these, and of Python's own functions, what runs text or files, or copies any attribute
+HIDDEN = re.compile("load|save|compile|import_ir.*|.*from_?file|.*loadtxt|genfromtxt|fromregex|memmap|update_wrapper|"
+                    "wraps|singledispatch.*|get_type_hints|ForwardRef|CodeType|make_dataclass|new_class|"
+                    "exec|eval|open|input|help|globals|locals|vars")
 # names that may stand nowhere: most of Python's own; frames; other modules; what reads names in a text
 OWN = "|".join("init post_init call name file doc slots len iter next getitem setitem contains repr eq hash".split())
-REFUSED = re.compile(rf"__(?!({OWN})__)\w+__|(gi|cr|ag|tb)_frame|f_(back|globals|locals)|func_\w+|_?ctypes|sys|os|"
-                     "inspect|builtins|gc|importlib|traceback|warnings|mro|_evaluate|rewriter|format|format_map")
+REFUSED = re.compile(rf"__(?!({OWN})__)\w+__|(gi|cr|ag|tb)_frame|f_(back|globals|locals)|func_\w+|mro|sys|os|inspect|"
+                     "builtins|importlib|gc|traceback|warnings|_?ctypes|tl|core|semantic|pkgutil|rewriter|_?evaluate|"
+                     "format|format_map")
 
 
 def run(path, tree):
@@ -44,8 +45,10 @@ def run(path, tree):
 
 def names_of(node):
     """The names that a node says: variables, attributes, arguments, functions, classes, keywords."""
-    if isinstance(node, (ast.Constant, ast.alias, ast.ImportFrom)):  # text; what is imported is looked at then
+    if isinstance(node, (ast.Constant, ast.alias)):  # a text, or what stands in an import
         return []
+    if isinstance(node, (ast.Import, ast.ImportFrom)):  # `import sys` alone imports nothing
+        return [part for alias in node.names for part in alias.name.split(".")[isinstance(node, ast.Import):]]
     if isinstance(node, ast.Name):  # a variable, which may be called `sys`
         return [node.id] if node.id.startswith("__") else []
     values = [part for _, value in ast.iter_fields(node) for part in (value if isinstance(value, list) else [value])]
