@@ -118,16 +118,12 @@ def has_points(file, part, key, seed=0):
 @pytest.mark.parametrize("part, wrong", [(part, wrong) for part in PARTS for wrong in FAULTS[part]])
 def test_a_wrong_answer_loses_points(part, wrong, tmp_path, request):
     text, (old, new) = right_text(part), FAULTS[part][wrong]
+    assert text.count(old) == 1
     (tmp_path / "mine.py").write_text(text.replace(old, new), encoding="utf-8")
     changed = re.findall(r"def (\w+)", text[:text.index(old)])[-1]
     keys = sorted(cases_of(part), key=lambda key: changed not in cases_of(part)[key].__doc__)  # its own tests first
     for seed in range(5) if request.config.getoption("--whole") else [0]:
         assert not all(has_points(tmp_path / "mine.py", part, key, seed) for key in keys), seed
-
-
-def test_what_is_wrong_in_an_answer_stands_there_once():
-    for part, faults in FAULTS.items():
-        assert not [wrong for wrong, (old, _) in faults.items() if right_text(part).count(old) != 1], part
 
 
 def functions(text):
@@ -335,7 +331,7 @@ def test_what_a_file_is_given_of_python(lines):
 
 
 DEEDS = {  # and the points that a right answer has with it
-    "takes memory": ("x = torch.ones(2 ** 32)", 0), "has no end": ("def outlier(x):\n    while True: pass", 51),
+    "takes memory": ("x = torch.ones(2 ** 32)", 0), "has no end": ("def outlier(x):\n    while True: pass", 58),
     "writes into its copy": ("torch.ones(9).numpy().tofile('.pytest.ini')", 0), "ends": ("raise SystemExit", 66)}
 
 
@@ -558,13 +554,11 @@ def test_a_wrong_word_or_file_is_told_in_a_line(run, tmp_path, monkeypatch):
     Path("class/a.py").write_text(files["a.py"], encoding="utf-8")
     for program, words, told in (
             (notebook, "ott a.ipynb", ""), (notebook, "ott a.ipynb", ""), (notebook, "ott 4.md", "4.md already exists"),
-            (notebook, "ott_page b.ipynb", "invalid choice: 'ott_page'"), (notebook, "ott", "required: F.ipynb"),
-            (gradescope, "ott 1 a.zip", ""), (gradescope, "ott 1 a.zip", ""), (gradescope, "ott 1 .", "of the zip"),
+            (gradescope, "ott 1 a.zip", ""),
+            (gradescope, "ott 1 a.zip", ""), (gradescope, "ott 1 .", "of the zip"),
             (gradescope, "ott 1 mine", "mine already exists"), (gradescope, "otto 1 b.zip", "no assignment 'otto'"),
-            (gradescope, "ott 1", "required: FILE.zip"), (gradescope, "ott one b.zip", "'one'"),
             (grade, "class --points mine", "mine already exists, and is no report that this program wrote"),
-            (grade, "a.py --json of.json", "of.json already exists"), (grade, "", "required: FILE"),
-            (grade, "link.py", "is a link"),
+            (grade, "a.py --json of.json", "of.json already exists"), (grade, "link.py", "is a link"),
             (grade, "no.py", "no file or folder no.py"), (grade, "mine", "no Python file"),
             (grade, "a.py --assignment aff", "no assignment 'aff'"), (grade, "a.py --points p.csv", "for a folder"),
             (grade, "class --students a b --points p.csv", "class has no files of b"),

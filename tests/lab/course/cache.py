@@ -5,12 +5,8 @@ WRONG = {
         "            if positions is None: self.keys.kept_positions = None\n            if positions is not None:\n"),
     "asks_always": ("if n > 0:", "if True:"),
     "remembers_a_text_in_the_method": (
-        "        first = torch.arange(min(self.preserve, layer.length))\n"
-        "        return first.repeat(layer.keys.recent.shape[0], 1)",
-        "        if getattr(self, 'first', torch.empty(0, 0)).shape[1] < self.preserve:\n"
-        "            first = torch.arange(min(self.preserve, layer.length))\n"
-        "            self.first = first.repeat(layer.keys.recent.shape[0], 1)\n"
-        "        return self.first"),
+        "first = torch.arange(min(self.preserve, layer.length))",
+        "self.n = min(getattr(self, 'n', self.preserve), layer.length)\n        first = torch.arange(self.n)"),
     "a_copy_only_where_there_are_gaps": ("self.recent = newer.clone()", "self.recent = newer.contiguous()"),
     "a_copy_only_of_something": (".recent = newer.clone()", ".recent = newer.clone() if newer.shape[2] else newer"),
     "kept_rows_that_keep_all_alive": (

@@ -9,7 +9,6 @@ WRONG = {
     "first_token_alone_is_looked_at": ("row[:n] != list(ids)", "row[0] != ids[0]"),
     "prefix_not_rotated": ("first_k = rope.rotate(prefix_k, torch.arange(n))", "first_k = prefix_k"),
     "prefix_last": ("torch.cat([prefix_v, row], dim=1)", "torch.cat([row, prefix_v], dim=1)"),
-    "no_gain": ("return values * gain.view(L, Hkv, 1, d)", "return values"),
     "gain_of_interleaved_heads": ("gain.view(L, Hkv, 1, d)", "gain.view(L, d, 1, Hkv).transpose(1, 3)"),
     "state_begins_anew": ("        rows, states = zip(*steps)", "        rows, _ = zip(*steps)"),
     "not_clipped": ("clipped(torch.autograd.grad(loss, rows), clip)", "torch.autograd.grad(loss, rows)"),
@@ -17,11 +16,6 @@ WRONG = {
     "weights_get_gradients": (
         "        gradients = clipped(torch.autograd.grad(loss, rows), clip)",
         "        loss.backward()\n        gradients = clipped([row.grad for row in rows], clip)"),
-    "a_text_shorter_than_the_prefix": (
-        "tokens.shape[1] <= n:\n        raise ValueError(\"nothing is behind the prefix\")\n"
-        "    if any(row[:n] != list(ids) for row in tokens.tolist()):",
-        "tokens.shape[1] == n:\n        raise ValueError(\"nothing is behind the prefix\")\n"
-        "    if not (tokens[:, :n] == torch.tensor(ids)).all():"),
 }
 
 # of the page

@@ -4,7 +4,6 @@ WRONG = {
     "median_of_the_channel": ("middle(of_token)", "middle([t[token.index(largest)] for t in tokens])"),
     "first_window_decides": ("winner = max(votes, key=votes.count, default=None)", "winner = (votes or [None])[0]"),
     "layer_of_all_windows": ("for layer, c in named if c == winner", "for layer, c in named"),
-    "on_the_method": ("cache.shared.sinks = torch.tensor", "self.sinks = cache.shared.sinks = torch.tensor"),
     "keeps_one_sequence_for_all": (".unsqueeze(1)", "[:1].unsqueeze(1).expand(len(layer_cache.shared.sinks), 1, -1)"),
     "positions_in_fp16": (".sinks = torch.tensor(sinks)", ".sinks = torch.tensor(sinks, dtype=torch.float16).long()"),
     "no_median_below_one": ("largest / middle(of_token)", "largest / max(middle(of_token), 1.0)"),

@@ -8,8 +8,6 @@ WRONG = {
     "newcomers_in_fp16": ("new = self.size(rows.recent[:, :, :n])", "new = self.size(rows.recent[:, :, :n]).half()"),
     "layers_counted_from_1": ("layer_cache.layer < self.skip_layers", "layer_cache.layer <= self.skip_layers"),
     "two_layers_always": ("layer_cache.layer < self.skip_layers", "layer_cache.layer < 2"),
-    "text_on_the_method": (
-        "layer_cache.keys\n", "layer_cache.keys\n        vars(self).setdefault('texts', []).append(id(rows))\n"),
 }
 
 # of the page
