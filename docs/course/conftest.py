@@ -15,6 +15,7 @@ import random
 import re
 import sys
 import traceback
+from functools import cache
 from json import dumps, loads
 from pathlib import Path
 
@@ -88,16 +89,12 @@ def draws(node):
     return Draws(f"{node.config.getoption('--seed')} {node.name}")
 
 
-LOADED = {}
-
-
+@cache
 def load(path):
     """The module that a file makes; of a file with kernels, what a compiler sees of it."""
-    if path not in LOADED:
-        name = named(path, "ASSIGNMENT")
-        of_kernels = name and kernels_in(*folder_of(name).glob("test_*.py"))
-        LOADED[path] = restrict.run(path, definitions(path) if of_kernels else ast.parse(source_of(path), str(path)))
-    return LOADED[path]
+    name = named(path, "ASSIGNMENT")
+    of_kernels = name and kernels_in(*folder_of(name).glob("test_*.py"))
+    return restrict.run(path, definitions(path) if of_kernels else ast.parse(source_of(path), str(path)))
 
 
 def path_of(item):

@@ -55,7 +55,7 @@ def tests_of(path):
 
 def tasks(text, tests):
     """A cell for each function or class, with what stands above it, and one for each of its functions that has tests;
-    last, one for what tests all of it."""
+    last, one for each other name."""
     lines, first = text.splitlines(), ast.parse(text).body[0].end_lineno  # behind the docstring
     for node in ast.parse(text).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -63,18 +63,24 @@ def test_an_answer_has_all_points_under_all_limits(part, monkeypatch, tmp_path):
 
 @pytest.mark.whole
 def test_a_class_is_graded_and_one_student_again(tmp_path):
-    """Right and wrong answers of every part, and two files for one; marks of one run stand beside another's."""
+    """Right and wrong answers of every part, and what else is handed in; marks of one run stand beside another's."""
     one, mixed = tmp_path / "one", tmp_path / "mixed"
     for part in PARTS:
         hand_in(one / "ann" / part, mine__py=right(part))
         hand_in(one / "bob" / part, mine__py=wrong(part))
     text = right_text("kvsink")
+    hand_in(mixed / "cat", starter__py=text.encode("utf-16"))
+    hand_in(mixed / "eve", notebook__ipynb="{}")
     hand_in(mixed / "fay", starter__py=text.replace("\n", "\r\n"), page__py=right("kvsink_page"))
     hand_in(mixed / "hal", starter__py=text, other__py=given_text("kvsink"))
+    hand_in(mixed / "ivy")
+    hand_in(mixed / "jon", starter__py=f"{text}\n\ndef outlier(hidden):\n    while True: pass\n")
     marks, record = tmp_path / "points.csv", tmp_path / "record.json"
     words = "--seed", SEED, "--points", marks, "--json", record
     said("-m", "docs.course.grade", one, *words)
-    said("-m", "docs.course.grade", mixed, "--assignment", "kvsink", *words)
+    told = said("-m", "docs.course.grade", mixed, "--assignment", "kvsink", *words)
+    for why in ("UTF-16", "notebook.ipynb", "ivy: no Python file"):
+        assert re.search(why, told), (why, told)
     assert re.search("100%  kvsink  fay/starter.py  hal/starter.py", said("-m", "docs.course.similar", mixed))
 
     def rows():
@@ -82,12 +88,13 @@ def test_a_class_is_graded_and_one_student_again(tmp_path):
     before, of = rows(), {part: grade.points_of(part) for part in PARTS}
     assert before["ann"]["total"] == "640" and before["fay"]["total"] == "80" and before["hal"]["total"] == "66"
     assert {part: int(before["ann"][part]) for part in PARTS} == of
-    assert all(int(before["bob"][part]) < of[part] for part in PARTS) and len(before) == 4
+    assert all(int(before["bob"][part]) < of[part] for part in PARTS) and len(before) == 8
+    assert int(before["jon"]["kvsink"]) < of["kvsink"]
     (one / "bob" / "kvsink" / "mine.py").write_text(text)
     said("-m", "docs.course.grade", one, "--assignment", "kvsink", *words, "--students", "bob")
     after = rows()
     assert after.pop("bob")["kvsink"] == "66" and before.pop("bob") and after == before
-    assert len({(report["student"], report["file"]) for report in json.loads(record.read_text())}) == 36
+    assert len({(report["student"], report["file"]) for report in json.loads(record.read_text())}) == 40
 
 
 @pytest.mark.whole
