@@ -176,9 +176,8 @@ MADE = {"starter.py": starter, "page.py": page}
 def write_missing(path):
     """Write the starter, or the page, that a path names, if it is not there. -> a line that says so, or None."""
     folder = path.absolute().parent
-    if path.name not in MADE or path.exists() or not (folder / "answer.py").is_file():
-        return None
-    if path.name == "page.py" and folder.name.split("-")[1] not in PAGES:  # an instructor's own assignment
+    made = MADE if folder.name.split("-")[-1] in PAGES else ["starter.py"]  # an instructor's own assignment has no page
+    if path.name not in made or path.exists() or not (folder / "answer.py").is_file():
         return None
     path.write_text(MADE[path.name](folder), encoding="utf-8")
     return f"new: {path}; write your answer there"
@@ -249,7 +248,7 @@ def main():
     with one_line(p):
         p.parse_args()
         written = [write_missing(folder / name) for folder in folders().values() for name in MADE]
-        print("\n".join(filter(None, written)) or "none is missing")
+        print("\n".join(filter(None, written)) or "none is missing; delete a file to have it anew")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def graded(name, seed, home, unconfined):
     own: a message shows a right value, and may be read as often as one hands in."""
     metadata = home / "submission_metadata.json"
     if not metadata.is_file():
-        raise UserError(f"{home} is a folder, and not Gradescope's; give the name of the zip that is to be written")
+        raise UserError(f"{home} has no submission_metadata.json, which Gradescope writes; give the name of a zip")
     submission = json.loads(metadata.read_text(encoding="utf-8"))["id"]
     seed = int(key_of(f"{seed} {submission}")[:15], 16)
     words = [str(home / "submission"), "--assignment", name, "--seed", str(seed), *["--unconfined"] * unconfined]

@@ -2,7 +2,7 @@
 
 For each pair of files, and each file with the project's answer, which is public: the share of the smaller one's code
 that the other has, whatever its names, without the lines that are given. It says with whom to have a conversation.
-Of 33 answers written apart, no two came above 38%; pairs below LEAST are left out.
+Of 33 answers written apart, no two came above 38%; pairs that share less than half are left out.
 """
 import ast
 import sys

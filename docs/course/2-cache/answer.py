@@ -42,12 +42,9 @@ class Rows:
         oldest, newer = self.recent[:, :, :n], self.recent[:, :, n:]
         ignore = None
         if self.kept_positions is not None:
-            B, H = oldest.shape[:2]
-            ignore = torch.zeros(B, H, n, dtype=torch.bool)
-            for b, positions in enumerate(self.kept_positions.tolist()):
-                for position in positions:
-                    if self.n_coded <= position < self.n_coded + n:
-                        ignore[b, :, position - self.n_coded] = True
+            positions = self.n_coded + torch.arange(n)
+            kept = (self.kept_positions[:, :, None] == positions).any(dim=1)  # (B, n)
+            ignore = kept[:, None].expand(-1, oldest.shape[1], -1)  # (B, H, n)
         codes = self.codec.encode(oldest, ignore)
         self.codes = self.codes.followed_by(codes) if self.codes is not None else codes
         self.recent = newer.clone()

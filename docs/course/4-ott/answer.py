@@ -106,9 +106,7 @@ class OTT(CodecMethod):
         Change none of them. Values keep the tokens that keys keep.
         """
         # answer
-        if layer_cache.layer < self.skip_layers:
-            return None
-        if self.preserve == 0:
+        if layer_cache.layer < self.skip_layers or self.preserve == 0:
             return None
         rows = layer_cache.keys
         new = self.size(rows.recent[:, :, :n])

@@ -39,8 +39,7 @@ def channel_ranges(x, kept):
     """The smallest and the largest number of each channel, (lo, hi), (C) each. x (N, C). kept (N),
     booleans, or None: True at tokens that are never quantized, and do not count."""
     # answer
-    rows = [row for i, row in enumerate(x) if kept is None or not kept[i]]
-    rows = torch.stack(rows)
+    rows = x if kept is None else x[~kept]
     return rows.min(dim=0).values, rows.max(dim=0).values
 
 

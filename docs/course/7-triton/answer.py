@@ -77,14 +77,6 @@ def unpack_kernel(packed, codes, tokens, W: tl.constexpr, N: tl.constexpr):
         tl.store(codes + t * 4 * W + 4 * w + i, (byte >> (2 * i)) & 3, mask=real)
 
 
-def unpack(packed, N=16):  # given
-    """packed (T, d/4) uint8 -> codes (T, d) uint8."""
-    T, W = packed.shape
-    codes = torch.empty(T, 4 * W, dtype=torch.uint8)
-    unpack_kernel[(triton.cdiv(T, N),)](packed, codes, T, W, N)
-    return codes
-
-
 # Task 3: fold
 
 def fold(q, scale, zero):

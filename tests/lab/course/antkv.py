@@ -17,7 +17,6 @@ WRONG = {
 # of the page
 PAGE = {
     "slots_of_a_place": (").permute(1, 3, 0, 2, 4)", ").permute(3, 1, 0, 2, 4)"),
-    "tokens_first": (").permute(1, 3, 0, 2, 4)", ").permute(1, 3, 2, 0, 4)"),
     "one_codebook": ("return codebook[slot, code", "return codebook[0, code"),
     "high_bits_first": (">> torch.arange(0, 8, n)", ">> torch.arange(8 - n, -1, -n)"),
     "no_norm": (" * q.norm(dim=-1, keepdim=True)", ""),

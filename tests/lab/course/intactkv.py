@@ -5,7 +5,6 @@ WRONG = {
     "left_in_fp16": (".half().float()", ".half()"),
     "bos_alone_is_cut": ("return tokens[:, n:]", "return tokens[:, 1:]"),
     "nothing_behind": ("tokens.shape[1] <= n", "tokens.shape[1] < n"),
-    "first_text_alone_is_looked_at": ("for row in tokens.tolist()", "for row in tokens.tolist()[:1]"),
     "first_token_alone_is_looked_at": ("row[:n] != list(ids)", "row[0] != ids[0]"),
     "prefix_not_rotated": ("first_k = rope.rotate(prefix_k, torch.arange(n))", "first_k = prefix_k"),
     "prefix_last": ("torch.cat([prefix_v, row], dim=1)", "torch.cat([row, prefix_v], dim=1)"),

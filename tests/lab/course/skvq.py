@@ -1,8 +1,6 @@
 """Assignment 5, skvq: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
-    "kept_tokens_as_zeros": (
-        "rows = [row for i, row in enumerate(x) if kept is None or not kept[i]]",
-        "rows = [row if kept is None or not kept[i] else row * 0 for i, row in enumerate(x)]"),
+    "kept_tokens_as_zeros": ("x[~kept]", "x * ~kept[:, None]"),
     "no_largest_zero": ("z.clamp(-LARGEST, LARGEST)", "z"),
     "mean_for_the_sum": ("errors[:, group == g].sum()", "errors[:, group == g].mean()"),
     "changes_its_argument": ("    return h.clamp(SMALLEST", "    hi -= lo\n    return h.clamp(SMALLEST"),

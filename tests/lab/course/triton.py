@@ -5,7 +5,6 @@ WRONG = {
     "unpacks_past_the_end": ("tl.load(packed + t * W + w, mask=real, other=0)", "tl.load(packed + t * W + w)"),
     "offset_of_the_sums": ("return q * scale, q @ zero", "return q * scale, q.sum(1) * zero.sum()"),
     "heads_interleaved": ("kv = head // R", "kv = head % (tl.num_programs(1) // R)"),
-    "a_kv_head_for_each_head": ("kv = head // R", "kv = 0"),
     "scores_past_the_end": ("total / tl.sqrt(4.0 * W), mask=j < tokens)", "total / tl.sqrt(4.0 * W))"),
     "loads_in_16_bits": ("t * token, mask=real, other=0.0)", "t * token, mask=real, other=0.0).to(tl.float16)"),
     "bytes_of_the_next_token": ("(j < tokens)[:, None] & (w < W)[None]", "((j < tokens)[:, None] & (w < P)[None])"),
