@@ -59,17 +59,17 @@ def main():
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # before a file is written, as an answer may be wrong
             right = [*tqdm(pool.map(expected, here), "right values", len(here), False, unit="assignment", disable=None)]
         write(args.folder, files, names)
+        around = {}  # {file: its text}
         for (name, folder), tests in zip(here.items(), right):
             texts = {file: made(ROOT / folder) for file, made in MADE.items() if file == "starter.py" or name in pages}
             texts["expected.json"] = json.dumps({"seed": 0, "tests": tests})
             if name in NOTEBOOKS:
                 texts["notebook.ipynb"] = notebook(cells_of(name, texts["starter.py"]))
-            for file, text in texts.items():
-                (args.folder / folder / file).write_text(text, encoding="utf-8")
+            around |= {folder / file: text for file, text in texts.items()}
         workflow = (ROOT / "docs" / "course" / "workflow.yml").read_text(encoding="utf-8")
         numbered = ", ".join(folder.name for folder in here.values())
         ignored = (ROOT / ".gitignore").read_text(encoding="utf-8")
-        around = {
+        around |= {
             "README.md": README, ".pytest.ini": PYTEST, ".devcontainer/devcontainer.json": CONTAINER,
             ".gitignore": re.sub("docs/course/.*\n", "", ignored),  # there, git carries starters and answers
             ".github/workflows/assignments.yml": re.sub(r"assignment: \[.*\]", f"assignment: [{numbered}]", workflow),

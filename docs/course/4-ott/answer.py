@@ -35,10 +35,7 @@ def due(length, n_coded, recent, block):
     the newest `recent` tokens. So far there are `length` tokens, and the first `n_coded` of them
     are quantized already."""
     # answer
-    n = 0
-    while n_coded + n + block <= length - recent:
-        n += block
-    return n
+    return max(0, length - recent - n_coded) // block * block
 
 
 def kivi_bits(T, d, bits, group_size, recent):
@@ -111,27 +108,26 @@ class OTT(CodecMethod):
         rows = layer_cache.keys
         new = self.size(rows.recent[:, :, :n])
         B, heads = new.shape[:2]
-        kept = []
-        for b in range(B):
-            for h in range(heads):
-                kept.append(self.one_head(rows, new, b, h))
+        kept = [one_head(self, rows, new, b, h) for b in range(B) for h in range(heads)]
         longest = max(len(positions) for positions in kept)
         kept = [positions + positions[:1] * (longest - len(positions)) for positions in kept]
         return torch.tensor(kept).view(B, heads, longest)
 
-    # answer
-    def one_head(self, rows, new, b, h):
-        p = self.preserve
-        start = rows.n_coded
-        newcomers = sorted((score, start + i) for i, score in enumerate(new[b, h].tolist()))
-        if rows.kept_positions is None:
-            return [position for _, position in newcomers[:p]]
-        positions = rows.kept_positions[b, h].tolist()
-        scores = self.size(rows.kept_rows)[b, h].tolist()
-        pool = list(zip(scores, positions))[:p]
-        extra = [position for position in positions[p:] if position != positions[0]]
-        room = self.extra_pool - len(extra)
-        newcomers = newcomers[:room]
-        elected = sorted(pool + newcomers)[:p]
-        evicted = [position for score, position in pool if (score, position) not in elected]
-        return [position for _, position in elected] + extra + evicted
+
+# answer: helpers
+
+def one_head(method, rows, new, b, h):
+    p = method.preserve
+    start = rows.n_coded
+    newcomers = sorted((score, start + i) for i, score in enumerate(new[b, h].tolist()))
+    if rows.kept_positions is None:
+        return [position for _, position in newcomers[:p]]
+    positions = rows.kept_positions[b, h].tolist()
+    scores = method.size(rows.kept_rows)[b, h].tolist()
+    pool = list(zip(scores, positions))[:p]
+    extra = [position for position in positions[p:] if position != positions[0]]
+    room = method.extra_pool - len(extra)
+    newcomers = newcomers[:room]
+    elected = sorted(pool + newcomers)[:p]
+    evicted = [position for score, position in pool if (score, position) not in elected]
+    return [position for _, position in elected] + extra + evicted

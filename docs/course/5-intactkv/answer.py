@@ -96,9 +96,7 @@ def block_loss(outputs, targets, n, counts=None):
     for output, target in zip(outputs, targets):
         squares = (output - target)[:, n:] ** 2
         tokens = squares.mean(dim=2)
-        texts = []
-        for b, row in enumerate(tokens):
-            texts.append(row.mean() if counts is None else row[counts[b]].mean())
+        texts = [row.mean() if counts is None else row[counts[b]].mean() for b, row in enumerate(tokens)]
         total = total + torch.stack(texts).mean()
     return total / 2
 

@@ -3,7 +3,7 @@ WRONG = {
     "one_grid_for_a_head": ("min(group_size, width)", "width"),
     "values_group_longer_than_a_head": ("min(group_size, width)", "group_size"),
     "groups_of_keys_across_all_tokens": ('"channel", group_size)', '"channel", None)'),
-    "quantizes_twice": ("while n_coded + n + block", "while n + block"),
+    "quantizes_twice": ("length - recent - n_coded", "length - recent"),
     "forgets_the_window": (" + (T - coded) * d * 16", ""),
     "newcomers_in_fp16": ("new = self.size(rows.recent[:, :, :n])", "new = self.size(rows.recent[:, :, :n]).half()"),
     "layers_counted_from_1": ("layer_cache.layer < self.skip_layers", "layer_cache.layer <= self.skip_layers"),
