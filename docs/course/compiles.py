@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 
 from docs.course.assignments import tree_of
 from docs.course.confine import confine, run, written
+from docs.course.restrict import MODULES
 
 GPU = "cuda", 90, 32  # sm_90, threads of a warp
 LONGEST = 120  # seconds of all kernels of a file
@@ -34,7 +35,7 @@ CONSTANT = r"(?:tl\.constexpr|math\.(?>\w+)|\b(?>[A-Z]\w*)(?!\()|(?>\d[\d.e]*)|\
 def main():
     import torch  # noqa: F401  # before memory is limited: a GPU's build of it maps gigabytes
     folder, file = sys.argv[1:]
-    confine(folder, [file, Path(__file__).parents[2]], LONGEST, starts=True)  # a copy without answers
+    confine([file, Path(__file__).parents[2]], LONGEST, folder, starts=True)  # a copy without answers
     found = compiled(folder, file, json.load(sys.stdin))
     Path(folder, "made").write_text(json.dumps(found), encoding="utf-8")
 
@@ -55,9 +56,11 @@ def definitions(file):
             node.decorator_list = [part for part in node.decorator_list if ast.unparse(part) == "triton.jit"]
             head = [part for part in (node.args, node.returns) if part for part in ast.walk(part)]
             return not any(isinstance(part, (ast.Call, ast.comprehension)) for part in head)
-        names = [part.asname or part.name for part in getattr(node, "names", ())]
-        return isinstance(node, (ast.Import, ast.ImportFrom)) and (
-            "math" not in names or ast.unparse(node) == "import math")
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            node.names = [part for part in node.names if MODULES.fullmatch(getattr(node, "module", part.name) or "")]
+            names = [part.asname or part.name for part in node.names]
+            return names and ("math" not in names or ast.unparse(node) == "import math")
+        return False
     tree, body = ast.parse(source_of(file)), []
     for node in tree.body:
         body += node.body if isinstance(node, ast.Try) else [node]  # an import that may fail is one as well
@@ -118,7 +121,7 @@ def compiled(folder, file, kernels):
             made = triton.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget(*GPU))
             found[name] = ""
             for count in numbers:
-                if has_loop(kernel.src):
+                if has_loop(kernel):
                     raise ValueError("its instructions cannot be counted, as it has a loop; tl.static_range is none")
                 threads = GPU[2] * made.metadata.num_warps
                 found[name + COUNTED] = instructions(made.asm["cubin"], folder) * threads / count
@@ -127,9 +130,13 @@ def compiled(folder, file, kernels):
     return found
 
 
-def has_loop(source):
-    loops = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.For, ast.While))]
-    return not all(re.match(r"for \w+ in tl\.static_range\(", loop) for loop in loops)
+def has_loop(kernel):
+    """Whether a loop stays one in a kernel, or in one that it calls."""
+    nodes = [*ast.walk(ast.parse(kernel.src))]
+    loops = [ast.unparse(node) for node in nodes if isinstance(node, (ast.For, ast.While))]
+    called = [kernel.fn.__globals__.get(node.id) for node in nodes if isinstance(node, ast.Name)]
+    return not all(re.match(r"for \w+ in tl\.static_range\(", loop) for loop in loops) or any(
+        has_loop(part) for part in called if hasattr(part, "src"))
 
 
 def instructions(cubin, folder):
@@ -179,7 +186,7 @@ def errors(file, kernels, root, folder):
     if not kernels:
         return {}
     run(["docs.course.compiles", folder, file], json.dumps(kernels), LONGEST, root, folder)
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         return json.loads(written(Path(folder, "made")))
     return dict.fromkeys(kernels, "its imports fail here, or the compiler took too long")
 

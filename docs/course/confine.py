@@ -65,10 +65,10 @@ def hole(root):
     return ""
 
 
-def confine(folder, readable, seconds, starts=False):
-    """From now on this process reads Python's own folders and those given, writes in `folder` alone, and may compute
-    for some seconds. starts: whether it may start others."""
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+def confine(readable, seconds, folder=None, starts=False):
+    """From now on this process reads Python's own folders and those given, writes in `folder` alone, if at all, and may
+    compute for some seconds. starts: whether it may start others."""
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE, FILE_SIZE))
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN, OPEN))
@@ -79,18 +79,19 @@ def confine(folder, readable, seconds, starts=False):
     # what root may do besides; this version has 64 of them
     ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
     if landlock is not None:  # without it, the copy of the repository has no answers all the same
-        restrict_files(folder, readable)
+        restrict_files(readable, folder)
         refuse_calls(starts)
 
 
-def restrict_files(folder, readable):
+def restrict_files(readable, folder):
     ctypes.set_errno(0)  # landlock takes an earlier call's error for its own
     rights, rules = landlock.FSAccess, landlock.Ruleset()
     for path in filter(os.path.exists, [*PYTHONS, *readable]):
         folders = rights.READ_DIR if os.path.isdir(path) else rights(0)
         rules.allow(path, rules=rights.EXECUTE | rights.READ_FILE | folders)
     rules.allow("/dev/null", rules=rights.READ_FILE | rights.WRITE_FILE)
-    rules.allow(folder)
+    if folder:
+        rules.allow(folder)
     rules.apply()
 
 

@@ -36,8 +36,7 @@ TOO_LONG = f"no end within {LONGEST} seconds, or a crash; look for a loop withou
 def pytest_addoption(parser):
     parser.addoption("--file", type=Path, help="the student's file (default: the starter)")
     parser.addoption("--seed", default="0", help="draws other numbers and sizes; -: its key is read from stdin")
-    parser.addoption("--record", type=int, help="judge nothing: write what the file gives to this open file")
-    parser.addoption("--confined", type=Path, help="the folder in which alone the file may write")
+    parser.addoption("--record", type=int, help="judge nothing: write what a limited process gives to this open file")
 
 
 def pytest_configure(config):
@@ -174,7 +173,7 @@ def pytest_runtest_protocol(item):
                 note(record, item, TOO_LONG)
             return True
         sys.breakpointhook = lambda *_, **__: None  # a debugger would run a file's .pdbrc
-        confine(item.config.getoption("--confined"), [Path(__file__).parents[2]], LONGEST)
+        confine([Path(__file__).parents[2], path_of(item)], LONGEST)
     return None
 
 

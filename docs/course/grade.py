@@ -7,9 +7,9 @@ submission knows neither right values nor points.
 import csv
 import io
 import json
+import math
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ from docs.course.compare import complaints, short, shortest
 from docs.course.confine import hole
 from tinykv import UserError
 from tinykv.lab.cli import Columns, Parser, one_line, printable
-from tinykv.lab.files import check_target, write, write_json
+from tinykv.lab.files import check_target, read_text, write, write_json
 
 LONGEST = 300  # seconds of a submission; each of its tests has a time of its own
 
@@ -108,7 +108,7 @@ def grade_all(files, args):
     for flag, sign in SIGNS.items():
         if path := getattr(args, flag):
             check_target(path, "report", sign)
-            before[flag] = path.read_text(encoding="utf-8-sig") if path.exists() else ""  # Excel adds a mark
+            before[flag] = read_text(path, math.inf) if path.exists() else ""
     opening = hole(ROOT)
     if opening and (folder_of("affine") / "answer.py").is_file():
         if not args.unconfined:
@@ -221,16 +221,13 @@ def tests_of(name):
 def record_of(file, name, seed, folder):
     """What a file notes in an assignment's tests, under all limits."""
     with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as both:  # in which some process may still write
-        work, own = Path(both, "copy"), Path(both, "own")
+        work, own, submission = Path(both, "copy"), Path(both, "own"), Path(both, "submission.py")
         copytree(folder / f"{name}-copy", work)
-        copyfile(file, work / "submission.py")
+        copyfile(file, submission)
         own.mkdir()
-        run_tests(work, own, name, seed, Path(both, "record"))
-        record = read_record(Path(both, "record"))
-        subprocess.run(["rm", "-rf", own])  # Python's own way fails at some thousand folders in each other
-        own.mkdir()
-        errors = compiles.errors(work / "submission.py", compiles.kernels_in(tests_of(name)), work, own)
-        return {test: {**given, "errors": errors} for test, given in record.items()}
+        run_tests(submission, work, own, name, seed, Path(both, "record"))
+        errors = compiles.errors(submission, compiles.kernels_in(tests_of(name)), work, own)
+        return {test: {**given, "errors": errors} for test, given in read_record(Path(both, "record")).items()}
 
 
 def copy(folder, name):
@@ -242,14 +239,14 @@ def copy(folder, name):
     assignments.write(folder, files, {*assignments.ANSWERS} - ({*assignments.CORE} - {name.removesuffix(PAGE)}))
 
 
-def run_tests(work, own, name, seed, record):
-    """Run an assignment's tests on submission.py of a copy of the repository, in a process of its own, until it ends or
-    its time is up. It reads the seed's key from stdin; -s leaves that to it. own: the folder where it may write;
-    record: a file, to which it adds lines."""
-    with open(record, "ab") as file:
+def run_tests(file, work, own, name, seed, record):
+    """Run an assignment's tests on a file, in a copy of the repository and a process of its own, until it ends or its
+    time is up. It reads the seed's key from stdin; -s leaves that to it. own: an empty folder; record: a file, to which
+    it adds lines."""
+    with open(record, "ab") as lines:
         words = ["pytest", "-q", "-s", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT), "--seed", "-",
-                 "--file", work / "submission.py", "--record", str(file.fileno()), "--confined", own]
-        confine.run(words, f"{key_of(seed)}\n", LONGEST, work, own, [file.fileno()])
+                 "--file", file, "--record", str(lines.fileno())]
+        confine.run(words, f"{key_of(seed)}\n", LONGEST, work, own, [lines.fileno()])
 
 
 def read_record(path):

@@ -20,14 +20,14 @@ MODULES = re.compile(r"torch(\.(nn|nn\.functional|nn\.utils|linalg|special|autog
                      r"tinykv\.(cache|model|kmeans|(codecs|methods)(\.\w+)?)|triton(\.language)?|bisect|collections|"
                      r"copy|dataclasses|fractions|functools|heapq|itertools|numbers|random|statistics|types|typing")
 # of these, and of Python's own functions, what runs text or files, or copies any attribute
-HIDDEN = re.compile("load|save|compile|import_ir.*|.*from_?file|.*loadtxt|genfromtxt|fromregex|memmap|update_wrapper|"
-                    "wraps|singledispatch.*|get_type_hints|ForwardRef|CodeType|make_dataclass|new_class|"
-                    "exec|eval|open|input|help|globals|locals|vars")
+HIDDEN = re.compile("load|save.*|compile|import_ir.*|.*from_?file|.*loadtxt|genfromtxt|fromregex|memmap|update_wrapper|"
+                    r"wraps|singledispatch.*|get_(type_hints|origin)|ForwardRef|\w*Type|make_dataclass|new_class|"
+                    "prepare_class|resolve_bases|dispatch_table|exec|eval|open|input|help|globals|locals|vars")
 # names that may stand nowhere: most of Python's own; frames; other modules; what reads names in a text
 OWN = "|".join("init post_init call name file doc slots len iter next getitem setitem contains repr eq hash".split())
-REFUSED = re.compile(rf"__(?!({OWN})__)\w+__|(gi|cr|ag|tb)_frame|f_(back|globals|locals)|func_\w+|mro|sys|os|inspect|"
+REFUSED = re.compile(rf"__(?!({OWN})__)\w+__|(gi|cr|ag|tb)_\w+|f_(back|code|globals|locals)|func_\w+|sys|os|inspect|"
                      "builtins|importlib|gc|traceback|warnings|_?ctypes|tl|core|semantic|pkgutil|rewriter|_?evaluate|"
-                     "format|format_map")
+                     r"format|format_map|mro|atomic_\w+|from_file|tofile|dumps?|fileno")
 
 
 def run(path, tree):
@@ -56,41 +56,54 @@ def names_of(node):
 
 
 class Guarded(ast.NodeTransformer):
-    """Where a file sets an attribute, `own` looks at what it belongs to."""
+    """Where a file sets an attribute, `own` looks at it, and at what it belongs to."""
 
     def visit_Attribute(self, node):
         self.generic_visit(node)
         if not isinstance(node.ctx, ast.Load):
-            node.value = ast.copy_location(ast.Call(ast.Name("__own__", ast.Load()), [node.value], []), node)
+            given = [node.value, ast.Constant(node.attr)]
+            node.value = ast.copy_location(ast.Call(ast.Name("__own__", ast.Load()), given, []), node)
         return node
 
 
-def own(owner):
-    """An object of which a file may set attributes."""
+def own(owner, name):
+    """An object of which a file may set an attribute."""
     if isinstance(owner, ModuleType) or isinstance(owner, type) and owner.__module__ != NAME:
         raise UserError(f"your file changes {owner.__name__}, which is not its own")
+    if callable(getattr(type(owner), name, None)) and type(owner).__module__ != NAME:
+        raise UserError(f"your file replaces `{name}` of a {type(owner).__name__}, which is not its own")
     return owner
 
 
-def checked(function, prepare=lambda owner: owner):
+def checked(function, owned=lambda owner, name: owner):
     """getattr, say, which takes no name that is refused."""
     def called(owner, name, *more):
         if REFUSED.fullmatch(name):
             raise UserError(f"your file asks for `{name}`, and an answer does without that")
-        return function(prepare(owner), name, *more)
+        return function(owned(owner, name), name, *more)
     return called
+
+
+def class_of(value):
+    if isinstance(value, type):  # its own class makes classes, of any names
+        raise UserError("your file asks for the type of a class, and an answer does without that")
+    return type(value)
 
 
 @cache
 def view(name):
     """A module, as a file sees it; NotGiven if no answer needs it."""
-    if name == "triton.language":  # which the interpreter has to find in a file
-        return importlib.import_module(name)
     if not MODULES.fullmatch(name):
         return NotGiven()
-    parts = {key: view(f"{name}.{key}") if isinstance(value, ModuleType) else value
-             for key, value in vars(importlib.import_module(name)).items()
-             if not key.startswith("_") and not HIDDEN.fullmatch(key)}
+    module = importlib.import_module(name)
+    if name == "triton.language":  # which the interpreter has to find in a file
+        importlib.import_module(f"{name}.extra")
+        module.extra = NotGiven()  # it leads to all modules
+        return module
+    public = vars(module) if name.startswith(("torch", "numpy", "tinykv", "triton")) else getattr(
+        module, "__all__", vars(module))
+    parts = {key: view(f"{name}.{key}") if isinstance(value, ModuleType) else value for key, value in
+             vars(module).items() if key in public and not key.startswith("_") and not HIDDEN.fullmatch(key)}
     made = ModuleType(f"the course's {name}")
     vars(made).update(parts)
     return made
@@ -113,7 +126,7 @@ def imported(name, _globals=None, _locals=None, fromlist=(), _level=0):
 
 GIVEN = {name: value for name, value in vars(builtins).items() if not HIDDEN.fullmatch(name)} | {
     "__import__": imported, "__own__": own, "getattr": checked(getattr), "hasattr": checked(hasattr),
-    "setattr": checked(setattr, own), "delattr": checked(delattr, own), "type": lambda value: type(value)}
+    "setattr": checked(setattr, own), "delattr": checked(delattr, own), "type": class_of}
 
 
 def no_class_of_tensors(made):

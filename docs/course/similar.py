@@ -36,7 +36,7 @@ def alike(folder):
             name, parts = assignment_of(file), shingles(file.read_bytes())
             folder_of(name)
             answers.setdefault(name, {})[str(file.relative_to(folder))] = parts
-        except (UserError, SyntaxError, ValueError, RecursionError) as error:
+        except (UserError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             print(printable(f"left out: {file}: {error}"), file=sys.stderr)
     for name, parts in answers.items():
         given = shingles(MADE["page.py" if name.endswith(PAGE) else "starter.py"](folder_of(name)))

@@ -294,7 +294,9 @@ def test_a_kernel_reads_nothing_that_tells_the_compiler_from_the_interpreter():
                  "lambda os: 0", "tl.max_constancy"):
         assert read(f"if K == N: {line}") == line
     for loop in "for i in range(4)", "while K", "for i in tl.range(K)", "for i in tl.static_range(K)":
-        assert compiles.has_loop(f"def kernel(K):\n    {loop}: pass") == ("static" not in loop)
+        kernel = SimpleNamespace(src=f"def kernel(K):\n    {loop}: pass", fn=SimpleNamespace(__globals__={}))
+        caller = SimpleNamespace(src="kernel(3)", fn=SimpleNamespace(__globals__={"kernel": kernel}))
+        assert compiles.has_loop(kernel) == compiles.has_loop(caller) == ("static" not in loop)
 
 
 def test_a_kernel_compiles_and_has_fewer_instructions_than_asked():
@@ -320,7 +322,10 @@ NOT_GIVEN = (
     "class A:\n    def __getattr__(self, x): pass", "__own__ = len", "torch.Tensor.sum = f", "torch.pi = 3",
     "(lambda x: setattr(x, 'sum', f))(torch.Tensor)", "del torch.nn.Linear.forward", "class A(torch.Tensor): pass",
     "type('A', (), {})", "from functools import wraps", "torch.load", "import types; types.CodeType", "eval('1')",
-    "open('x')", "vars(f)", "next(iter(sys.modules))", "torch.zeros(1).numpy().ctypes")
+    "open('x')", "vars(f)", "next(iter(sys.modules))", "torch.zeros(1).numpy().ctypes", "torch.zeros(1).sum = f",
+    "torch.nn.Linear(1, 1).forward = f", "type(int)", "import copy; copy.dispatch_table", "f().gi_code",
+    "import numbers; numbers.ABCMeta", "import triton.language as tl; tl.extra.modules['sys']",
+    "import triton.language.extra as e; e.modules['sys']", "torch.zeros(1).numpy().tofile")
 
 
 @pytest.mark.parametrize("lines", GIVEN + NOT_GIVEN)
@@ -332,7 +337,7 @@ def test_what_a_file_is_given_of_python(lines):
 
 DEEDS = {  # and the points that a right answer has with it
     "takes memory": ("x = torch.ones(2 ** 32)", 0), "has no end": ("def outlier(x):\n    while True: pass", 58),
-    "writes into its copy": ("torch.ones(9).numpy().tofile('.pytest.ini')", 0), "ends": ("raise SystemExit", 66)}
+    "writes a file": ("torch.PyTorchFileWriter('a')", 0), "ends": ("raise SystemExit", 66)}
 
 
 @confined
@@ -363,29 +368,16 @@ def test_the_graders_copy_has_no_answer(name, tmp_path):
             assert all("NotImplementedError" in does[function] for function in asked), file
 
 
-def test_what_a_file_leaves_behind_neither_helps_it_nor_ends_the_grader(monkeypatch, tmp_path):
-    """Folders in folders, more than Python's rmtree removes; links, and pipes."""
-    def nest(own):
-        os.chdir(own)
-        for _ in range(1200):
-            os.mkdir("x")
-            os.chdir("x")
-
-    def run_tests(work, own, name, seed, record):
-        record.write_text('{"test": "one"}\n[]\n{}\nno JSON\n{"test": "one", "a": 1}', encoding="utf-8")
-        (own / "link").symlink_to(grade.answer_of("triton"))
-        os.mkfifo(own / "pipe")
-        for name in ("link", "pipe", ".", "none"):
-            with pytest.raises(OSError):
-                confine.written(own / name)
-        assert forked(nest, own) == 0  # last: what fails before it leaves nothing that pytest cannot remove
-    monkeypatch.setattr(grade, "run_tests", run_tests)
-    monkeypatch.setattr(compiles, "errors", lambda file, kernels, root, folder: {file.read_text(): [*folder.iterdir()]})
-    (tmp_path / "mine.py").write_text("mine", encoding="utf-8")
-    (tmp_path / "all" / "triton-copy").mkdir(parents=True)
-    given = grade.record_of(tmp_path / "mine.py", "triton", 0, tmp_path / "all")
-    assert given == {"one": {"test": "one", "errors": {"mine": []}}}
-    assert [path.name for path in (tmp_path / "all").iterdir()] == ["triton-copy"]
+def test_what_is_no_record_and_no_file_is_not_read(tmp_path):
+    lines = '{"test": "one"}\n[]\n{}\nno JSON\n{"test": "one", "a": 1}'
+    (tmp_path / "record").write_text(lines, encoding="utf-8")
+    assert grade.read_record(tmp_path / "record") == {"one": {"test": "one"}}
+    assert confine.written(tmp_path / "record").decode() == lines
+    (tmp_path / "link").symlink_to("record")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", ".", "none"):
+        with pytest.raises(OSError):
+            confine.written(tmp_path / name)
 
 
 CALLS = {  # what would reach another process, or outlive this one, though Landlock allows it
@@ -415,7 +407,7 @@ def called(name, *given):
 def test_a_confined_process_reaches_no_other(tmp_path):
     """And threads, of which autograd needs one, it may have; and files of its own, and what torch asks of the CPU."""
     def call_all():
-        confine.confine(tmp_path, [], 5)
+        confine.confine([], 5, tmp_path)
         done = []
         for name, call in CALLS.items():
             with suppress(OSError):
@@ -433,7 +425,7 @@ def test_what_a_submission_has_started_ends_with_it(monkeypatch, tmp_path):
     (tmp_path / "python").write_text('#!/bin/sh\nsleep 60 &\necho $! > "$HOME/started"\n')
     (tmp_path / "python").chmod(0o700)
     monkeypatch.setattr(sys, "executable", tmp_path / "python")
-    grade.run_tests(tmp_path, tmp_path, "kvsink", 0, tmp_path / "record")
+    grade.run_tests(tmp_path, tmp_path, tmp_path, "kvsink", 0, tmp_path / "record")
     command = Path(f"/proc/{int((tmp_path / 'started').read_text())}/cmdline")  # it is empty once the process is dead
     deadline = time.monotonic() + 5
     while command.exists() and command.read_bytes():

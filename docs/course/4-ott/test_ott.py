@@ -126,7 +126,8 @@ def blocks_of(method, keys, blocks, same, hint, newer=2):
         before = copy.deepcopy(rows)
         method.keep_keys(copy.deepcopy(layer), n)  # a copy's pools say nothing about the text's
         given = method.keep_keys(layer, n)
-        unchanged = [x is None or getattr(rows, name).equal(x) for name, x in vars(before).items() if name != "n_coded"]
+        unchanged = [x is None or torch.equal(getattr(rows, name), x) for name, x in vars(before).items()
+                     if name != "n_coded"]
         told = f"{hint} p = {method.preserve}, E = {method.extra_pool}; scores by sequence and head {scores}; blocks "
         told += f"of {blocks}, now n = {n}: tokens {rows.n_coded} to {rows.n_coded + n - 1}."
         same([pools(given, method.preserve), unchanged], f"{told} Both pools are sorted here.",
