@@ -55,7 +55,9 @@ def main():
             raise UserError(f"{args.folder} is not empty; give a new folder")
         files = [file for file in tracked() if file.startswith(KEPT) or not file.startswith(LEFT_OUT)]
         here = {name: folder.relative_to(ROOT) for name, folder in folders().items()}
-        here = {name: folder for name, folder in here.items() if f"{folder.as_posix()}/handout.md" in files}
+        for folder in here.values():
+            if f"{folder.as_posix()}/handout.md" not in files:
+                raise UserError(f"{folder}/handout.md is handed out, but git has it not; `git add {folder}` first")
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # before a file is written, as an answer may be wrong
             right = [*tqdm(pool.map(expected, here), "right values", len(here), False, unit="assignment", disable=None)]
         write(args.folder, files, names)

@@ -663,6 +663,8 @@ def test_a_repository_to_hand_out_holds_no_answer(run, tmp_path, monkeypatch):
     assert [name for name in names if re.match(r"docs/course/.*/page.py", name)] == ["docs/course/1-affine/page.py"]
     workflow = (out / ".github/workflows/assignments.yml").read_text(encoding="utf-8")
     assert re.search(r"assignment: \[(.*)\]", workflow)[1].split(", ") == [file.split("/")[2] for file in starters]
+    container = json.loads((out / ".devcontainer/devcontainer.json").read_text(encoding="utf-8"))
+    assert container["postCreateCommand"] in (out / "README.md").read_text(encoding="utf-8")
     assert "instructors" not in (out / "docs/course/README.md").read_text(encoding="utf-8")
     assert f"{out} is not empty" in run(handout, out)[2]
     for page in out.rglob("*.md"):
