@@ -19,9 +19,9 @@ from functools import cache, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from docs.course import restrict
 from docs.course.assignments import tree_of
 from docs.course.confine import confine, run, written
-from docs.course.restrict import MODULES
 
 GPU = "cuda", 90, 32  # sm_90, threads of a warp
 LONGEST = 120  # seconds of all kernels of a file
@@ -56,11 +56,9 @@ def definitions(file):
             node.decorator_list = [part for part in node.decorator_list if ast.unparse(part) == "triton.jit"]
             head = [part for part in (node.args, node.returns) if part for part in ast.walk(part)]
             return not any(isinstance(part, (ast.Call, ast.comprehension)) for part in head)
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            node.names = [part for part in node.names if MODULES.fullmatch(getattr(node, "module", part.name) or "")]
-            names = [part.asname or part.name for part in node.names]
-            return names and ("math" not in names or ast.unparse(node) == "import math")
-        return False
+        names = [part.asname or part.name for part in getattr(node, "names", ())]
+        return isinstance(node, (ast.Import, ast.ImportFrom)) and (
+            "math" not in names or ast.unparse(node) == "import math")
     tree, body = ast.parse(source_of(file)), []
     for node in tree.body:
         body += node.body if isinstance(node, ast.Try) else [node]  # an import that may fail is one as well
@@ -105,11 +103,9 @@ def compiled(folder, file, kernels):
     from triton.compiler import ASTSource
     triton.knobs.runtime.interpret = False  # whatever the file asks for
     triton.knobs.cache.dir = folder
-    reduced = Path(folder, "reduced.py")  # Triton reads a kernel's lines from its file
+    reduced, found = Path(folder, "reduced.py"), {}  # Triton reads a kernel's lines from its file
     reduced.write_text(ast.unparse(definitions(Path(file))), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("submission", reduced)
-    module, found = importlib.util.module_from_spec(spec), {}
-    spec.loader.exec_module(module)
+    module = restrict.run(reduced, ast.parse(reduced.read_text(encoding="utf-8")))  # as a test runs it
     for name, (types, constants, *numbers) in kernels.items():
         try:
             kernel = getattr(module, name)

@@ -7,6 +7,7 @@ import ast
 import builtins
 import importlib
 import re
+import sys
 from contextlib import suppress
 from functools import cache
 from types import ModuleType
@@ -27,7 +28,7 @@ HIDDEN = re.compile("load|save.*|compile|import_ir.*|.*from_?file|.*loadtxt|genf
 OWN = "|".join("init post_init call name file doc slots len iter next getitem setitem contains repr eq hash".split())
 REFUSED = re.compile(rf"__(?!({OWN})__)\w+__|(gi|cr|ag|tb)_\w+|f_(back|code|globals|locals)|func_\w+|sys|os|inspect|"
                      "builtins|importlib|gc|traceback|warnings|_?ctypes|tl|core|semantic|pkgutil|rewriter|_?evaluate|"
-                     r"format|format_map|mro|atomic_\w+|from_file|tofile|dumps?|fileno")
+                     r"format|format_map|mro|atomic_\w+|from_file|wraps|update_wrapper|tofile|dumps?|fileno")
 
 
 def run(path, tree):
@@ -48,7 +49,8 @@ def names_of(node):
     if isinstance(node, (ast.Constant, ast.alias)):  # a text, or what stands in an import
         return []
     if isinstance(node, (ast.Import, ast.ImportFrom)):  # `import sys` alone imports nothing
-        return [part for alias in node.names for part in alias.name.split(".")[isinstance(node, ast.Import):]]
+        parts = [part for alias in node.names for part in alias.name.split(".")[isinstance(node, ast.Import):]]
+        return parts + [alias.asname for alias in node.names if (alias.asname or "").startswith("__")]
     if isinstance(node, ast.Name):  # a variable, which may be called `sys`
         return [node.id] if node.id.startswith("__") else []
     values = [part for _, value in ast.iter_fields(node) for part in (value if isinstance(value, list) else [value])]
@@ -100,8 +102,9 @@ def view(name):
         importlib.import_module(f"{name}.extra")
         module.extra = NotGiven()  # it leads to all modules
         return module
-    public = vars(module) if name.startswith(("torch", "numpy", "tinykv", "triton")) else getattr(
-        module, "__all__", vars(module))
+    public = getattr(module, "__all__", vars(module)) if name in sys.stdlib_module_names else vars(module)
+    if name == "triton":  # which has its compiler, too
+        public = "jit", "cdiv", "next_power_of_2", "language"
     parts = {key: view(f"{name}.{key}") if isinstance(value, ModuleType) else value for key, value in
              vars(module).items() if key in public and not key.startswith("_") and not HIDDEN.fullmatch(key)}
     made = ModuleType(f"the course's {name}")

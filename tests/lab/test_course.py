@@ -325,6 +325,7 @@ NOT_GIVEN = (
     "open('x')", "vars(f)", "next(iter(sys.modules))", "torch.zeros(1).numpy().ctypes", "torch.zeros(1).sum = f",
     "torch.nn.Linear(1, 1).forward = f", "type(int)", "import copy; copy.dispatch_table", "f().gi_code",
     "import numbers; numbers.ABCMeta", "import triton.language as tl; tl.extra.modules['sys']",
+    "import triton.language as tl; tl.math.wraps", "from typing import assert_type as __own__",
     "import triton.language.extra as e; e.modules['sys']", "torch.zeros(1).numpy().tofile")
 
 
