@@ -17,7 +17,7 @@ from docs.course.compiles import ASKED, verdict
 WIDEST = 12  # numbers of a row that is shown
 MOST = 48  # of a list in a hint
 LARGEST = 20_000  # numbers of a tensor; a right one has fewer
-LONGEST = 4_000  # characters of a hint: finding lists takes their square
+LONGEST = 4_000  # characters of a text, or a hint: finding lists takes their square
 # formats in which a number is either right or wrong
 STORED = ("torch.float16", "torch.uint8", "torch.int16", "torch.float8_e4m3fn")
 
@@ -32,7 +32,9 @@ def plain(value):
         value = value.item()
     if getattr(type(value), "__iter__", None) in (list.__iter__, tuple.__iter__):  # no other
         return [plain(part) for part in value]
-    if value is None or isinstance(value, (bool, int, str)):
+    if isinstance(value, str):
+        return value[:LONGEST]
+    if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
         return shorter(value)

@@ -42,7 +42,8 @@ def main():
 
 def source_of(file):
     """What counts of a file: of a page, what stands above its table."""
-    return importlib.util.decode_source(file.read_bytes()).partition("\n# The table")[0]
+    text = importlib.util.decode_source(file.read_bytes())
+    return text.rpartition("\n# The table")[0] or text
 
 
 def definitions(file):
@@ -77,6 +78,8 @@ def told_apart(kernel):
             inside.add(node.value)
             if re.match("_|handle$|assume|inline|max_con|multiple_of", node.attr):  # or what a compiler only believes
                 return ast.unparse(node)
+        if re.match("bf16|fp8", str(getattr(node, "value", ""))):  # a type's name
+            return ast.unparse(node)
         if isinstance(node, (ast.comprehension, ast.Lambda, ast.FunctionDef, ast.Global)):  # names of another scope
             return ast.unparse(node)
         if isinstance(node, (ast.Attribute, ast.Name)) and node not in inside:
@@ -92,6 +95,8 @@ def may_read(value, rest):
     import triton
     value = value.value if isinstance(value, triton.language.constexpr) else value
     others = range, min, max, float, int, triton.cdiv, triton.next_power_of_2
+    if re.match("bf16|fp8", str(value)):  # types to which the interpreter rounds otherwise
+        return False
     return type(value) in (int, float)[len(rest):] or value in others or getattr(value, "__module__", "").startswith(
         ("triton.language", "math")) or isinstance(value, triton.JITFunction) and not told_apart(value)
 
@@ -111,6 +116,8 @@ def compiled(folder, file, kernels):
             kernel = getattr(module, name)
             if seen := told_apart(kernel):
                 raise ValueError(f"it reads {seen}, and may read arguments, numbers, other kernels, tl and math")
+            if {*kernel.arg_names} != {*types, *constants}:
+                raise ValueError("its arguments are other ones than the starter's")
             signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
             pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
             aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}  # as torch's tensors are

@@ -5,6 +5,7 @@ tests/lab/course/NAME.py that change what it prints, drawn by the seed and the s
 `diff` with the public page shows most lines. hunt.md says what they hand in. Without --students, the files of FOLDER
 are graded, under the grader's limits.
 """
+import ast
 import difflib
 import random
 import re
@@ -89,10 +90,16 @@ def checked(name, report, seed):
         return student, "", f"{len(mended)} lines differ from the page that --seed {seed} gives {student}"
     line = re.search(r"^LINE = \W?(\d{1,6})\b", text, re.MULTILINE)
     why = re.search(r"(?ms)^WHY = (.*?)(# see docs.*?)?(?=^import |\Z)", text)
-    right = line and int(line[1]) - 1 in lines, 0 < report["points"] == report["of"] and mended <= lines
+    whole = 0 < report["points"] == report["of"] and steps_of(text) == steps_of(wrong)
+    right = line and int(line[1]) - 1 in lines, whole and mended <= lines
     points = "line {}/3, mended {}/3; ".format(*(3 * bool(part) for part in right))
     points += "the fault is in line " + " or ".join(str(line + 1) for line in sorted(lines))
     return student, points, printable(" ".join(why[1].split()) if why else "none")
+
+
+def steps_of(page):
+    """How many statements stand above a page's table."""
+    return len(ast.parse(page.rpartition("\n# The table")[0]).body)
 
 
 if __name__ == "__main__":

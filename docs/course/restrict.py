@@ -20,15 +20,16 @@ NAME = "submission"  # of the module that a file makes
 MODULES = re.compile(r"torch(\.(nn|nn\.functional|nn\.utils|linalg|special|autograd))?|numpy(\.linalg)?|math|"
                      r"tinykv\.(cache|model|kmeans|(codecs|methods)(\.\w+)?)|triton(\.language)?|bisect|collections|"
                      r"copy|dataclasses|fractions|functools|heapq|itertools|numbers|random|statistics|types|typing")
-# of these, and of Python's own functions, what runs text or files, or copies any attribute
-HIDDEN = re.compile("load|save.*|compile|import_ir.*|.*from_?file|.*loadtxt|genfromtxt|fromregex|memmap|update_wrapper|"
-                    r"wraps|singledispatch.*|get_(type_hints|origin)|ForwardRef|\w*Type|make_dataclass|new_class|"
-                    "prepare_class|resolve_bases|dispatch_table|exec|eval|open|input|help|globals|locals|vars")
-# names that may stand nowhere: most of Python's own; frames; other modules; what reads names in a text
+# of these, and of Python's own functions, what runs text or files, or makes classes of a text's names
+HIDDEN = re.compile(r"load|save.*|compile|import_ir.*|\w*fromfile|\w*loadtxt|genfromtxt|fromregex|memmap|"
+                    r"singledispatch.*|get_(type_hints|origin)|ForwardRef|\w*Type|make_dataclass|new_class|prepare_class|"
+                    r"resolve_bases|dispatch_table|exec|eval|open|input|help|globals|locals|vars")
+# names that may stand nowhere: most of Python's own; frames and code; other modules; what copies any attribute, reads
+# names in a text, writes, or makes the loads of a kernel hard to see
 OWN = "|".join("init post_init call name file doc slots len iter next getitem setitem contains repr eq hash".split())
 REFUSED = re.compile(rf"__(?!({OWN})__)\w+__|(gi|cr|ag|tb)_\w+|f_(back|code|globals|locals)|func_\w+|sys|os|inspect|"
-                     "builtins|importlib|gc|traceback|warnings|_?ctypes|tl|core|semantic|pkgutil|rewriter|_?evaluate|"
-                     r"format|format_map|mro|atomic_\w+|from_file|wraps|update_wrapper|tofile|dumps?|fileno")
+                     r"builtins|importlib|gc|traceback|warnings|_?ctypes|tl|core|semantic|pkgutil|rewriter|_?evaluate|"
+                     r"wraps|update_wrapper|format|format_map|mro|from_file|tofile|dumps?|fileno|atomic_\w+")
 
 
 def run(path, tree):

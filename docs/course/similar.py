@@ -9,7 +9,7 @@ import sys
 from itertools import combinations
 from pathlib import Path
 
-from docs.course.assignments import MADE, PAGE, answer_of, assignment_of, folder_of, functions_of
+from docs.course.assignments import MADE, PAGE, answer_of, assignment_of, folder_of
 from tinykv import UserError
 from tinykv.lab.cli import Parser, one_line, printable
 
@@ -20,7 +20,7 @@ K = 12  # neighbouring nodes of a function's tree
 def shingles(text):
     """K neighbouring nodes at a time of what a file's functions compute: kinds, attributes and constants, no names."""
     found = set()
-    for node in functions_of(ast.parse(text)).values():
+    for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
         parts = [part for step in node.body[ast.get_docstring(node) is not None:] for part in ast.walk(step)]
         kinds = [(type(part).__name__, getattr(part, "attr", repr(getattr(part, "value", None)) if isinstance(
             part, ast.Constant) else "")) for part in parts]

@@ -4,12 +4,15 @@ The codec rounds to whole numbers, so that what is read can be followed by eye. 
 """
 import random
 from itertools import product
+from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
 AXES = "; text, place; text, head, token; text, head, token, channel"  # of tensors
 STATE = "what is read|what is held|what the codec ignored"  # the parts of `state`
+TOLD = WeakKeyDictionary()  # what a codec or a method was told, call by call, where no file reaches
 EIGHT = [0.3, 1.6, 2.2, 3.4, 4.7, 5.1, 6.6, 7.4]
 
 
@@ -19,12 +22,9 @@ def eights(rng):
 
 
 class Coarse:
-    def __init__(self):
-        self.ignored = []  # positions that `encode` was told to ignore, by call, sequence and head
-
     def encode(self, x, ignore=None):
         ignore = torch.zeros(x.shape[:3], dtype=torch.bool) if ignore is None else ignore
-        self.ignored.append(ignore.long())
+        TOLD.setdefault(self, []).append(ignore.long())  # by sequence, head and position
         return CoarseCodes(x.float().round().masked_fill(ignore[..., None], 99).to(torch.int8))
 
     def decode(self, codes):
@@ -47,7 +47,7 @@ def state(rows):
         order = rows.kept_positions.int().sort(1)
         index = order.indices[:, None, :, None].expand_as(rows.kept_rows)
         kept = [order.values, rows.kept_rows.gather(2, index)]
-    return [rows.read(), [rows.n_coded, rows.recent, kept], rows.codec.ignored]
+    return [rows.read(), [rows.n_coded, rows.recent, kept], TOLD.get(rows.codec, [])]
 
 
 def keys(numbers, B=1, H=1):
@@ -56,11 +56,9 @@ def keys(numbers, B=1, H=1):
 
 # The page
 
-class Turn:
-    """A stand-in for RoPE that can be followed by eye: position p adds p."""
-
-    def rotate(self, x, seen=0):
-        return x + torch.arange(seen, seen + x.shape[2])[:, None]
+def turn(step):
+    """A stand-in for RoPE that can be followed by eye: position p adds p steps."""
+    return SimpleNamespace(rotate=lambda x, seen=0: x + step * torch.arange(seen, seen + x.shape[2])[:, None])
 
 
 @pytest.mark.points(16)
@@ -68,12 +66,13 @@ def test_page(sub, rng, same):
     """the page: Cache.update, Cache.write, Cache.read"""
     for _ in range(8):
         recent, block, (B, H) = rng.randint(0, 5), rng.randint(2, 4), rng.sizes(2, 2)
-        cache, seen = sub.Cache(Turn(), recent, block), 0
+        step, seen = rng.randint(1, 4), 0
+        cache = sub.Cache(turn(step), recent, block)
         for chunk in (recent + block, block, 1, block - 1, block):
             for layer in range(2):
                 tried = f"recent = {recent}, block = {block}; layer {layer}, {chunk} new tokens after {seen}"
-                same.call(cache.update, layer, None, *rng.normal(2, B, H, chunk, 4), seen, hint=f"{tried}, rotated by "
-                          "adding positions.", names="keys|values")
+                same.call(cache.update, layer, None, *rng.normal(2, B, H, chunk, 4), seen, hint=f"{tried}; "
+                          f"position p is rotated by adding {step} p.", names="keys|values")
                 held = [[cache.recent[layer, kind], list(map(list, cache.blocks[layer, kind]))] for kind in "kv"]
                 names = "held|length|bits, keys|values, recent rows|blocks, block, codes|scale|zero"
                 same([held, cache.expect(None)[1]], tried, names=names)
@@ -150,7 +149,7 @@ def test_nbytes(sub, rng, same):
         tried = f"9 tokens with B = {B}, H = {H}, d = {d}; then {kept} are kept; then {n} are quantized."
         same(held, tried, names="bytes at first|bytes with kept ones|bytes with quantized ones")
         same([type(part) is torch.Tensor and part.untyped_storage().nbytes() <= 2 * part.nbytes
-              for part in (rows.recent, rows.kept_rows)], f"{tried} A slice keeps all memory alive.",
+              for part in map(vars(rows).get, ("recent", "kept_rows"))], f"{tried} A slice keeps all memory alive.",
              names="whether `recent` has memory of its own|whether kept rows have memory of their own")
 
 
@@ -162,11 +161,11 @@ class Script:
 
     def __init__(self, rng, recent, block, keeps):
         self.seed, self.recent, self.block, self.keeps = rng.random(), recent, block, keeps
-        self.kept, self.asked = None, []
+        self.kept = None
 
     def keep(self, layer, n):
-        n_coded = layer.keys.n_coded
-        self.asked.append([n, layer.length, n_coded, layer.keys.recent.shape[2], layer.values.recent.shape[2]])
+        n_coded, recent = layer.keys.n_coded, [rows.recent.shape[2] for rows in (layer.keys, layer.values)]
+        TOLD.setdefault(self, []).append([n, layer.length, n_coded, *recent])
         rng = random.Random(f"{self.seed} {layer.length}")
         if rng.random() >= self.keeps:
             return None
@@ -215,8 +214,8 @@ def test_update(sub, rng, same):
             k, v = rng.normal(2, B, H, rng.choice((1, rng.randint(1, 6))), 2) * 9
             tried = f"{protocol}, recent = {recent}, block = {block}, chunk {i // 2} of text {i % 2}"
             same.call(layer.update, k, v, hint=f"{tried}.", names="keys|values")
-            same([layer.length, layer.method.asked, state(layer.keys), state(layer.values)], f"After `update` with "
-                 f"{k.shape[2]} tokens: {tried}. `keep` gets (n, length, n_coded, recent keys, recent values).",
+            same([layer.length, TOLD.get(layer.method, []), state(layer.keys), state(layer.values)], f"After `update` "
+                 f"with {k.shape[2]} tokens: {tried}. `keep` gets (n, length, n_coded, recent keys, recent values).",
                  names="length|keep|keys|values")
 
 

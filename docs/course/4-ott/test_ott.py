@@ -124,16 +124,15 @@ def blocks_of(method, keys, blocks, same, hint, newer=2):
         rows.recent = keys[:, :, rows.n_coded:layer.length].clone()
         values.recent = rows.recent.flip(2)  # a value's size says nothing about its key's
         before = copy.deepcopy(rows)
-        method.keep_keys(copy.deepcopy(layer), n)  # a copy's pools say nothing about the text's
+        of_copy = method.keep_keys(copy.deepcopy(layer), n)  # its pools are the text's, and say nothing about these
         given = method.keep_keys(layer, n)
         unchanged = [x is None or torch.equal(getattr(rows, name), x) for name, x in vars(before).items()
                      if name != "n_coded"]
         told = f"{hint} p = {method.preserve}, E = {method.extra_pool}; scores by sequence and head {scores}; blocks "
         told += f"of {blocks}, now n = {n}: tokens {rows.n_coded} to {rows.n_coded + n - 1}."
-        same([pools(given, method.preserve), unchanged], f"{told} Both pools are sorted here.",
-             names="kept|whether the keys are unchanged, text, head, pool|extra pool, place")
-        same([torch.is_floating_point(given), list(given.shape[:2])], told, names="whether floats|how many, "
-             "texts|heads")
+        same([*(pools(kept, method.preserve) for kept in (given, of_copy)), unchanged], f"{told} Both pools are sorted "
+             "here.", names="kept|of a copy|whether the keys are unchanged, text, head, pool|extra pool, place")
+        same([torch.is_floating_point(given), *given.shape[:2]], told, names="whether floats|texts|heads")
         rows.kept_positions = given
         index = given.long()[..., None].expand(B, H, -1, D)
         rows.kept_rows, values.kept_rows = keys.gather(2, index), keys.flip(2).gather(2, index)

@@ -1,4 +1,6 @@
 """Assignment 5, IntactKV: a prefix of exact rows, Eq. 2, and its training."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ class Steps:
     """A stand-in for a model: its layers' keys and values are its tokens, plus numbers of their own."""
 
     def __init__(self, rng):
-        self.rope, self.own = Turn(), rng.normal(3, 2, 2, 1, 4)  # (L, k or v, Hkv, 1, d)
+        self.rope, self.own = turn(1), rng.normal(3, 2, 2, 1, 4)  # (L, k or v, Hkv, 1, d)
 
     def __call__(self, tokens, cache):
         for layer, (k, v) in enumerate(self.own):
@@ -34,11 +36,11 @@ class Steps:
             cache.update(layer, None, k + x, v - x, 0)
 
 
-class Turn:
-    """A stand-in for RoPE that can be followed by eye."""
-
-    def rotate(self, x, positions=0):  # all of them, or the first
-        return x * (positions + 1 if torch.is_tensor(positions) else positions + 1 + torch.arange(x.shape[2]))[:, None]
+def turn(step):
+    """A stand-in for RoPE that can be followed by eye: position p multiplies by p + step."""
+    def rotate(x, positions=0):  # all of them, or the first
+        return x * (step + (positions if torch.is_tensor(positions) else positions + torch.arange(x.shape[2])))[:, None]
+    return SimpleNamespace(rotate=rotate)
 
 
 @pytest.mark.points(16)
@@ -53,11 +55,13 @@ def test_page(sub, rng, same):
          "BOS alone", names="keys|values")
     for n, bits in ((1, 16), (2, 16), (2, 32), (0, 16), (0, 32)):
         rows = [rng.normal(3, 2, n, 4) for _ in "kv"] if n else None
-        cache, (B, T) = sub.Cache(Turn(), rows, bits), rng.sizes(3, 4)
+        step, (B, T) = rng.randint(1, 4), rng.sizes(3, 4)
+        cache = sub.Cache(turn(step), rows, bits)
         for layer in range(3):
             k, v = rng.normal(2, B, 2, T, 4)
             same([cache.update(layer, None, k, v, n), cache.rows[layer], k, v], f"Cache.update, layer {layer}, prefix "
-                 f"of {n} rows, {bits} bits; rotated by 1, 2, ..", names="attention|held|given k|given v, keys|values")
+                 f"of {n} rows, {bits} bits; rotation to position p multiplies by p + {step}",
+                 names="attention|held|given k|given v, keys|values")
     for _ in range(4):
         same.call(sub.loss_of, *rng.normal(2, 3, 2, 4, 5), hint="It is half of the sum of the layers' means.")
 
@@ -105,8 +109,9 @@ def test_begin_with(sub, rng, same):
         (B, H, n, T), d = rng.sizes(3, 2, 3, 4), 2
         prefix_k, prefix_v = rng.of(range(-5, 6), 2, H, n, d).float()
         k, v = rng.of(range(-5, 6), 2, B, H, T, d).float()
-        same.call(sub.begin_with, prefix_k, prefix_v, k, v, Turn(), hint="Rotation to position p multiplies by p + 1 "
-                  "here.", names="keys|values")
+        step = rng.randint(1, 4)
+        same.call(sub.begin_with, prefix_k, prefix_v, k, v, turn(step), hint="Rotation to position p multiplies by "
+                  f"p + {step} here.", names="keys|values")
 
 
 # Task 2
