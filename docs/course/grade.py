@@ -168,8 +168,8 @@ def judged(test, given):
     record; given: the submission's."""
     result = {"title": test["title"], "of": test["points"], "points": 0}
     if given is None:
-        return result | {"message": "Your code ended the process, took too long, or filled its folder, before this "
-                         "test was over. If no test has points, look at what the file does when it is imported."}
+        return result | {"message": "Your code ended the process, or took too long, before this test was over. If "
+                         "no test has points, look at what the file does when it is imported."}
     if told := [*complaints(given["notes"], test["notes"], lambda: given["errors"])]:
         return result | {"message": shortest(told)}
     if given["fault"] or len(given["notes"]) != len(test["notes"]):
