@@ -30,7 +30,7 @@ from docs.course.confine import confine
 from tinykv import UserError
 
 LONGEST = 5  # seconds of computing, of a test that is recorded; a right answer needs one
-TOO_LONG = f"no end within {LONGEST} seconds, or a crash; look for a loop without an end, or over single numbers"
+TOO_LONG = f"No end within {LONGEST} seconds, or a crash: look for a loop without an end, or over single numbers."
 
 
 def pytest_addoption(parser):
