@@ -30,7 +30,7 @@ def plain(value):
         return {"dtype": str(value.dtype), "shape": list(value.shape), "numbers": numbers}
     if isinstance(value, np.generic):  # one number of numpy's
         value = value.item()
-    if getattr(type(value), "__iter__", None) in (list.__iter__, tuple.__iter__):  # no other
+    if getattr(type(value), "__iter__", None) in (list.__iter__, tuple.__iter__):  # no class that iterates otherwise
         return [plain(part) for part in value]
     if isinstance(value, str):
         return value[:LONGEST]

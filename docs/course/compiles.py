@@ -42,7 +42,10 @@ def main():
 
 def source_of(file):
     """What counts of a file: of a page, what stands above its table."""
-    text = importlib.util.decode_source(file.read_bytes())
+    return above_table(importlib.util.decode_source(file.read_bytes()))
+
+
+def above_table(text):
     return text.rpartition("\n# The table")[0] or text
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from docs.course import grade
 from docs.course.assignments import PAGE, ROOT, answer_of, key_of, naming
+from docs.course.compiles import above_table
 from tinykv import UserError
 from tinykv.lab.cli import Parser, one_line, printable
 
@@ -99,7 +100,7 @@ def checked(name, report, seed):
 
 def steps_of(page):
     """How many statements stand above a page's table."""
-    return len(ast.parse(page.rpartition("\n# The table")[0]).body)
+    return len(ast.parse(above_table(page)).body)
 
 
 if __name__ == "__main__":

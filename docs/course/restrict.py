@@ -26,8 +26,8 @@ HIDDEN = re.compile(r"load|save.*|compile|import_ir.*|\w*fromfile|\w*loadtxt|gen
                     r"resolve_bases|dispatch_table|exec|eval|open|input|help|globals|locals|vars")
 # names that may stand nowhere: most of Python's own; frames and code; other modules; what copies any attribute, reads
 # names in a text, writes, or makes the loads of a kernel hard to see
-OWN = "|".join("init post_init call name file doc slots len iter next getitem setitem contains repr eq hash".split())
-REFUSED = re.compile(rf"__(?!({OWN})__)\w+__|(gi|cr|ag|tb)_\w+|f_(back|code|globals|locals)|func_\w+|sys|os|inspect|"
+MAGIC = "|".join("init post_init call name file doc slots len iter next getitem setitem contains repr eq hash".split())
+REFUSED = re.compile(rf"__(?!({MAGIC})__)\w+__|(gi|cr|ag|tb)_\w+|f_(back|code|globals|locals)|func_\w+|sys|os|inspect|"
                      r"builtins|importlib|gc|traceback|warnings|_?ctypes|tl|core|semantic|pkgutil|rewriter|_?evaluate|"
                      r"wraps|update_wrapper|format|format_map|mro|from_file|tofile|dumps?|fileno|atomic_\w+")
 

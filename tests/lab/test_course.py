@@ -582,12 +582,14 @@ HUNTERS = {  # the page that each hands in, how far off the line that they name 
     "elsewhere": (lambda wrong, right: right, 1, "line 0/3, mended 3/3"),
     "mended too much": (lambda wrong, right: right.replace("clamp(0, 3)", "clamp(0, 3.0)"), 0, "line 3/3, mended 0/3"),
     "not mended": (lambda wrong, right: wrong, 0, "line 3/3, mended 0/3"),
+    "not mended, below an end": (lambda wrong, right: wrong.replace(hunt.ABOVE, "\n".join((
+        hunt.ABOVE, compiles.above_table(right_text("affine_page")), "raise SystemExit", ""))), 0, ".*mended 0/3"),
 }
 
 
 @confined
 def test_a_hunt_is_graded_by_line_and_change(run, monkeypatch, tmp_path, request):
-    """A right answer, and three that are not. A diff with the public page shows most lines, whoever's page it is."""
+    """A right answer, and others that are not. A diff with the public page shows most lines, whoever's page it is."""
     if not request.config.getoption("--whole"):
         monkeypatch.setattr(grade, "right_values", right_here)
         monkeypatch.setattr(grade, "record_of", record_here)
